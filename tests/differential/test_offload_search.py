@@ -40,7 +40,7 @@ def test_a_plan_with_offload_is_chosen_where_it_is_faster_and_says_by_how_much()
     found, _ = among.answer("throughput", Effort())
     assert found.plan is not None and any(stage.offload for stage in found.plan.stages)
     assert found.proof.step_seconds == pytest.approx(best[True]) and best[True] < best[False]
-    ratio = f"without offload {best[False] / best[True]:.2f} x slower"
+    ratio = f"without offload about {best[False] / best[True]:.2f} x slower"
     assert found.why.summary.endswith(f"; {ratio}.") and "On the host: " in found.why.summary
 
 
