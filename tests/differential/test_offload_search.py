@@ -14,6 +14,8 @@ from tests.brute_force import Asked, wrong
 PLENTY = 10**12
 #: By seed, a limit of memory within which plans with offload are faster, or alone fit.
 FASTER, ALONE = (36, 2_434_779), (29, 3_386_396)
+#: One whose stages share a host.
+SEVERAL = 12, 2_614_461
 SLOW = pytest.mark.slow
 
 
@@ -40,7 +42,7 @@ def test_a_plan_with_offload_is_chosen_where_it_is_faster_and_says_by_how_much()
     found, _ = among.answer("throughput", Effort())
     assert found.plan is not None and any(stage.offload for stage in found.plan.stages)
     assert found.proof.step_seconds == pytest.approx(best[True]) and best[True] < best[False]
-    ratio = f"without offload {best[False] / best[True]:.2f} x slower"
+    ratio = f"without offload about {best[False] / best[True]:.2f} x slower"
     assert found.why.summary.endswith(f"; {ratio}.") and "On the host: " in found.why.summary
 
 
@@ -58,7 +60,7 @@ def test_hosts_that_hold_too_little_are_said():
     assert "need more than the 1 kB of a host were left out." in found.why.summary
 
 
-@pytest.mark.parametrize("seed, limit", [FASTER, ALONE])
+@pytest.mark.parametrize("seed, limit", [FASTER, SEVERAL])
 def test_all_devices_share_the_memory_of_their_host(seed, limit):
     """Of every plan that is compiled, the sum of what its stages keep there."""
     among = asked(seed, limit)
