@@ -229,7 +229,9 @@ class SmallSpace:
         times = [_MODEL.stage_times(cost) for cost in costs]
         timeline = plan_timeline(step, plan.cluster, times, _MODEL.rates)
         ledger = replay(step)
-        held = max((ledger.peak_of(p.host.name).peak_bytes for p in step.places if p.host), default=0)
+        held = max(
+            (ledger.peak_of(p.host.name).peak_bytes for p in step.places if p.host), default=0
+        )
         return tuple(ledger.peak_bytes_per_device), float(timeline.step_seconds), held
 
     # ---- the question, and all plans -------------------------------------------------------------
