@@ -70,8 +70,9 @@ def test_all_devices_share_the_memory_of_their_host(seed, limit):
     assert held > 0
     less = asked(seed, limit, held - 1)
     found, _ = less.answer("throughput", Effort())
-    assert all(less.fitting) and not list(wrong(less, "throughput", Effort()))
-    assert found.plan is None or found.status != "ok" or found.plan.stages != plan.stages
+    if less.fitting:
+        assert not list(wrong(less, "throughput", Effort()))
+    assert (found.status == "ok") is bool(less.fitting)
 
 
 def test_offload_that_nobody_could_search_is_said_where_memory_is_short(monkeypatch):
