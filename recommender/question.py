@@ -163,9 +163,14 @@ class PlanQuestion:
         return (self.offload or ()) if num_devices <= min(self.cluster.nodes) else ()
 
     @property
+    def is_beside_offload(self) -> bool:
+        """Whether plans with offload are searched beside these, which have none."""
+        return self.offload == () and self.host_memory_bytes is not None
+
+    @property
     def may_rest(self) -> bool:
         """Whether plans with offload are searched beside these, or would be if more were known."""
-        return self.offload is None or (not self.offload and self.host_memory_bytes is not None)
+        return self.offload is None or self.is_beside_offload
 
     @property
     def search(self) -> tuple[str, str, str]:

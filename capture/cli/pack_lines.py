@@ -7,7 +7,6 @@ from pathlib import Path
 
 from capture.cli.output import parts_text, table
 from capture.plan.packs import PacksPlan
-from capture.predictor.pack_step import LAYERS_ABOVE_PACKS
 from capture.quantities import format_bytes, format_rate, format_seconds
 from capture.report.packs import HEADER, rows
 from recommender.harmony.result import Baseline
@@ -76,10 +75,7 @@ def _memory_lines(plan: PacksPlan) -> list[str]:
     known."""
     assert plan.prediction is not None and plan.prediction.step is not None, "predicted"
     alone, memory = plan.prediction.step, plan.prediction.compiled or plan.prediction.step
-    known = (
-        f"from layers alone: an upper bound, up to {LAYERS_ABOVE_PACKS:.0%} above the packs that "
-        "were compiled"
-    )
+    known = "from layers alone: an upper bound; capture verify compiles the packs"
     if plan.compiled:
         target = plan.cluster.target if plan.cluster else plan.machine.name
         known = (

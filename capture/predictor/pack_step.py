@@ -18,10 +18,6 @@ from capture.step.packs import build_step
 from capture.step.program import Step
 from capture.step.timeline import StepTimeline, simulate_step
 
-#: By what fraction of them the peaks of devices were above those of the compiled packs, at most
-#: (``benchmarks/harmony_memory.py``).
-LAYERS_ABOVE_PACKS = 0.36
-
 
 class PackEstimate(Protocol):
     """The estimate of a step by the paper's rules: see ``capture.papers.harmony.estimate``."""

@@ -111,9 +111,7 @@ class LayerProof:
             return ()
         other = copy(self)
         other._ratios, other._least = self._ratios.copy(), {**self._least}
-        other._ratios.assume(layers)
-        wanted = other._next()
-        return () if wanted is None else wanted[1]
+        return next(other.ahead(layers), ())
 
     def _learn_verified(self) -> None:
         for part in self._search.plain_parts:
@@ -149,7 +147,7 @@ class LayerProof:
         """Return the known lower bound of a step with a part's micro-batches, in seconds."""
         part = self._search.parts[number]
         traced = [seconds for _, seconds in self._search.corners_of(number)]
-        if part.question.may_rest and part.question.offload is not None:
+        if part.question.is_beside_offload:
             traced.append(part.once(least_of_any_size)[0])
         traced += [grouped.least_seconds(part, each) for each in self._others(part)]
         return max(self._least.get(number, 0.0), min(traced, default=inf))
@@ -163,10 +161,8 @@ class LayerProof:
                 return None
             part = self._search.parts[number]
             problem = self._ratios.applied(part, *self._problems(part))
-            beside = part.question.may_rest and part.question.offload is not None
-            plans = [
-                LeastStep(problem).plan(ENDLESS_BYTES if beside else part.question.limit_bytes)
-            ]
+            beside, limit = part.question.is_beside_offload, part.question.limit_bytes
+            plans = [LeastStep(problem).plan(ENDLESS_BYTES if beside else limit)]
             plans += [grouped.least_plan(problem, each) for each in self._others(part)]
             seconds, stages = min(plans, key=lambda plan: plan[0])
             if seconds <= known * (1 + 1e-9):

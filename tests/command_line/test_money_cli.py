@@ -265,3 +265,9 @@ def test_what_contradicts_or_lacks_something_is_refused_at_once(asked, given, co
     rc, document, err = asked(GPT, *OPEN, *given, "--json")
     assert rc == 2 and code in [each["code"] for each in document["errors"]]
     assert "traced" not in err
+
+
+def test_changes_that_are_tried_may_have_smaller_micro_batches_than_replicas(asked):
+    narrow = ["--microbatches", "2", "--remat", "none", "--schedule", "1f1b", "--memory", "2MB"]
+    code, found, _ = asked(GPT, "--cluster", "1x2", "--global-batch", "4", *H100, *narrow, *STORE)
+    assert code == 1 and "no single change of those that were tried fits" in found
