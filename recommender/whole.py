@@ -158,10 +158,7 @@ class WholeQuestion:
     @property
     def host_bytes(self) -> int | None:
         """The memory of a node's host; None if it is not known."""
-        known = Target.load(self.cluster.target).host.memory_bytes
-        if self.host_memory_bytes is not None or known.source.startswith(ASSUMED):
-            return self.host_memory_bytes
-        return int(known.value) * min(self.cluster.nodes)
+        return known_host_bytes(self.cluster, self.host_memory_bytes)
 
     @property
     def offloads(self) -> tuple[tuple[Offload, ...] | None, ...]:
@@ -253,6 +250,14 @@ class WholeQuestion:
         degrees_are_fixed = self.fixed is not None and "degrees" in self.fixed.decisions
         if not (self.any_divisor or degrees_are_fixed):
             yield "degrees that are no powers of two", "--any-divisor searches them"
+
+
+def known_host_bytes(cluster: Cluster, given: int | None = None) -> int | None:
+    """Return the memory of a node's host: as given, or as the target says; None if neither does."""
+    known = Target.load(cluster.target).host.memory_bytes
+    if given is not None or known.source.startswith(ASSUMED):
+        return given
+    return int(known.value) * min(cluster.nodes)
 
 
 def _beyond(whole: WholeQuestion) -> Iterator[Violation]:

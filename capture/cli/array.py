@@ -19,7 +19,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, parts_text, saved, say, table, write_files
+from capture.cli.output import Outcome, parts_text, say, table, write_files
 from capture.cli.question_file import noted
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
@@ -146,8 +146,8 @@ def _models_of_file(path: Path) -> list[Member]:
     )
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Search what is fused, multiplexed and moved, and write the plan."""
+def plan(options: argparse.Namespace) -> Outcome:
+    """Search what is fused, multiplexed and moved."""
     close(options, OPTIONS)
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
     members = models_of(options.models, options.vary or ())
@@ -178,12 +178,11 @@ def plan(options: argparse.Namespace) -> int:
         lines += plan_lines(answer.plan)
         lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
-        lines.append(saved(options, answer, counted(answer.proof.num_evaluated, "simulation")))
         for one in named.values():  # planned with, as the one that the command names
             remember(one.location, one.function)
     report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
-    emit(options, report, *lines)
-    return 0 if answer.status == "ok" else 1
+    took = [counted(answer.proof.num_evaluated, "simulation")]
+    return Outcome(report, lines, int(answer.status != "ok"), answer, took=took)
 
 
 def _ways(proof: ArrayResult) -> str:

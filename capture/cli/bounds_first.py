@@ -13,8 +13,8 @@ from typing import Any
 
 from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.fitting import measuring, name_change, tell
-from capture.cli.output import Beyond, emit, told
+from capture.cli.fitting import measuring
+from capture.cli.output import Beyond, Outcome, told
 from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
 from capture.errors import PlanError
@@ -364,13 +364,14 @@ class Asking:
 
         is_limited = options.quick or options.compiles is not None or options.seconds is not None
         known = BoundedKnowledge(least, compiler=self.compiler(least))
-        return cheapest_change(
-            replace(question, objective=None),
-            least.graph.num_layers,
-            # A stage on added nodes may take more devices than this process has.
-            None if is_limited or of_profile.space.whole_nodes else known,
-            measuring(of_profile, self._measurements, bounded),
-        )
+        with self._measurements.keeping_workers():
+            return cheapest_change(
+                replace(question, objective=None),
+                least.graph.num_layers,
+                # A stage on added nodes may take more devices than this process has.
+                None if is_limited or of_profile.space.whole_nodes else known,
+                measuring(of_profile, self._measurements, bounded),
+            )
 
 
 def plan(
@@ -379,8 +380,8 @@ def plan(
     of_profile: ProfileQuestion,
     measurements: Measurements,
     whole: WholeQuestion | None = None,
-) -> int:
-    """Search, compile and print the answer. The exit code is 1 where no plan fits, and where none
+) -> Outcome:
+    """Search, compile and return the outcome. The exit code is 1 where no plan fits, and where none
     was compiled though one was to be; and 130 after an interrupt, with the best plan so far."""
     asking = Asking(options, of_profile, measurements, whole)
     with ThreadPoolExecutor(1) as beside:  # this process waits for workers most of the time
@@ -395,17 +396,14 @@ def plan(
         *asked.layers_note(of_profile, measurements.backend.num_layers),
         *asking.left_out(),
     ]
-    report, lines = told(options, result, time, attempts, notes, beyond, asking.accountant)
+    outcome = told(options, result, time, attempts, notes, beyond, asking.accountant)
     if _ended(result) == "memory" and not attempts:
-        tell(options, lines)  # what follows may compile
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)
-        report = replace(report, cheapest_change=asking.cheapest_change(most))
-        lines = [name_change(report.cheapest_change, "fits")]
-    emit(options, report, *lines)
-    if _ended(result) == "interrupted":
-        return 130
+        outcome = replace(outcome, change=partial(asking.cheapest_change, most))
     asks_no_compiler = options.quick or options.compiles == 0
-    return 0 if result.status == "ok" and (result.compiled or asks_no_compiler) else 1
+    is_known = result.status == "ok" and (result.compiled or asks_no_compiler)
+    code = 130 if _ended(result) == "interrupted" else int(not is_known)
+    return replace(outcome, exit_code=code)
 
 
 def _refuted(results: Sequence[StageAnswer]) -> Sequence[str]:

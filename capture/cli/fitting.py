@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from capture.cli.output import say
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
-from recommender.capture.changes import FittingChange, Measuring
+from recommender.capture.changes import Measuring
 from recommender.capture.least_state import least_state
 from recommender.capture.result import SearchResult
-
-
-def tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
-    """Print the answer as far as it is known; with ``--json``, whose document comes at the end, as
-    progress."""
-    if options.json:
-        say(options, "\n".join(lines))
-    else:
-        print("\n".join(lines), flush=True)
-    say(options, "looking for the cheapest change that fits; interrupt where the answer is enough")
 
 
 def least_state_of(
@@ -71,12 +59,3 @@ def measuring(
         return result.peak_bytes if result.stages else None
 
     return Measuring(of_profile.remat, of_profile.shard_optimizer, measured, state_bytes)
-
-
-def name_change(change: FittingChange | None, fits: str) -> str:
-    """Return the line that names the cheapest change, or says that there is none."""
-    return (
-        f"cheapest change: {change.summary}"
-        if change
-        else f"no single change of those that were tried {fits}"
-    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from capture.cli.output import Outcome
 from capture.errors import CaptureError, OptionError
 from capture.machine.target import target_names
 from capture.options import Option, add, options_of, size
@@ -43,15 +44,18 @@ class Asks:
         title: Title of the options in ``--help-all``.
         about: Words on the plans, for ``--system``.
         options: Options that it reads.
-        answer: Function that searches and writes the plan and returns the exit code.
+        answer: Function that searches.
         needs_workload: Whether nothing can be asked without one.
+        rival: Function that searches such plans beside another of a step of so many seconds, where
+            memory binds; None where they do not compete.
     """
 
     title: str
     about: str
     options: Sequence[Option]
-    answer: Callable[[argparse.Namespace], int]
+    answer: Callable[[argparse.Namespace], Outcome]
     needs_workload: bool = True
+    rival: Callable[[argparse.Namespace, float], Outcome] | None = None
 
 
 def remat_or(*others: str) -> Callable[[str], str]:

@@ -17,7 +17,8 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table, write_files
+from capture.cli.output import Outcome, say, table, write_files
+from capture.cli.question_file import noted
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -56,8 +57,8 @@ def main(options: argparse.Namespace) -> int:
     return plan.main(options)
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Search modes of operators, and write the plan.
+def plan(options: argparse.Namespace) -> Outcome:
+    """Search modes of operators.
 
     Raises:
         PlanError: ``osdp-remat`` for recomputation of anything but all operators, and the codes of
@@ -91,13 +92,10 @@ def plan(options: argparse.Namespace) -> int:
     warnings = split_warnings(question.workload, size, "examples of a device")
     lines = [str(result)]
     if result.plan is not None:
-        found = replace(result.plan, workload=spec, asked=options.asked)
-        found.save(options.output)
-        lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
-        result = replace(result, plan=found)
+        lines = [table(HEADER, rows(result.plan)), str(result)]
+        result = noted(options, replace(result, plan=replace(result.plan, workload=spec)))
     report = PlanReport.of("sharding", result, warnings=warnings)
-    emit(options, report, *lines)
-    return 0 if result.plan is not None else 1
+    return Outcome(report, lines, int(result.plan is None), result)
 
 
 def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:

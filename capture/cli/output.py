@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from capture.plan.why import FrontPoint, distance_text
 from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds, ids_text
 from recommender.answer import Answer, StageAnswer
+from recommender.capture.changes import FittingChange
 from recommender.capture.extent import Attempt
 from recommender.money import Account, Accountant
 from recommender.plan_report import PlanReport
@@ -32,6 +33,99 @@ def emit(options: argparse.Namespace, report: object, *lines: str) -> None:
         return
     written = [f"{what} -> {path}" for what, path in (getattr(report, "written", {}) or {}).items()]
     print("\n".join([*lines, *written, *beyond_lines(report)]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the search for a plan ends with, before it is printed and the plan is saved.
+
+    Attributes:
+        report: What ``--json`` prints.
+        lines: The same for people, without where the plan is.
+        exit_code: 0 where a plan fits, as it was to be known.
+        answer: The answer that the report is of; None of several targets.
+        step_seconds: Seconds of the plan's step; None where nobody knows them.
+        how: How the plan is known, in words.
+        took: What the search did, in words.
+        after: Lines behind the one that says where the plan is.
+        accountant: Maker of accounts of steps of the model; None where there is none.
+        change: Finds the cheapest change with which a plan fits; None where one does, or where
+            changes are not searched.
+        change_does: What a plan does with that change, in words.
+    """
+
+    report: Any
+    lines: Sequence[str]
+    exit_code: int
+    answer: Answer[Any, Any] | None = None
+    step_seconds: float | None = None
+    how: str = ""
+    took: Sequence[str] = ()
+    after: Sequence[str] = ()
+    accountant: Accountant | None = None
+    change: Callable[[], FittingChange | None] | None = None
+    change_does: str = "fits"
+
+    @property
+    def is_ok(self) -> bool:
+        return self.answer is not None and self.answer.status == "ok"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.answer is not None and self.answer.compiled
+
+    def on(self, accountant: Accountant | None) -> Outcome:
+        """Return the outcome with the account of its step."""
+        plan = None if self.answer is None else self.answer.plan
+        if accountant is None or plan is None or not self.step_seconds:
+            return self
+        account = accountant.of(plan.cluster, plan.step_examples, self.step_seconds)
+        lines = [*self.lines, *account.lines(is_estimate=True)]
+        return replace(self, report=replace(self.report, account=account), lines=lines)
+
+    def saying(self, others: Sequence[str]) -> Outcome:
+        """Return the outcome whose report and plan also say what other kinds of plan give."""
+        if self.answer is None or not others:
+            return self
+        why = replace(self.answer.why, summary=" ".join((self.answer.why.summary, *others)))
+        plan = None if self.answer.plan is None else replace(self.answer.plan, why=why)
+        written = None if plan is None else plan.to_json()
+        report = replace(self.report, why=why, plan=written)
+        answer = replace(self.answer, plan=plan, why=why)
+        return replace(self, report=report, answer=answer, lines=[*self.lines, *others])
+
+    def told(self, options: argparse.Namespace) -> int:
+        """Save the plan, or look for a change where nothing fits; print everything, and return the
+        exit code."""
+        report, lines, answer = self.report, [*self.lines], self.answer
+        if answer is not None and self.is_ok and answer.plan is not None:
+            lines += [saved(options, answer, *self.took, how=self.how), *self.after]
+        if self.change is not None:
+            tell(options, lines)  # what follows may compile, for as long as the answer took
+            change = self.change()
+            report = replace(report, cheapest_change=change)
+            lines = [name_change(change, self.change_does)]
+        emit(options, report, *lines)
+        return self.exit_code
+
+
+def tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
+    """Print the answer as far as it is known; with ``--json``, whose document comes at the end, as
+    progress."""
+    if options.json:
+        say(options, "\n".join(lines))
+    else:
+        print("\n".join(lines), flush=True)
+    say(options, "looking for the cheapest change that fits; interrupt where the answer is enough")
+
+
+def name_change(change: FittingChange | None, fits: str) -> str:
+    """Return the line that names the cheapest change, or says that there is none."""
+    return (
+        f"cheapest change: {change.summary}"
+        if change
+        else f"no single change of those that were tried {fits}"
+    )
 
 
 def write_files(
@@ -109,8 +203,8 @@ def told(
     notes: Sequence[str],
     beyond: Beyond,
     accountant: Accountant,
-) -> tuple[PlanReport, list[str]]:
-    """Return an answer as a report and in lines; its plan is saved with its simulated step.
+) -> Outcome:
+    """Return the outcome of an answer; its plan has its simulated step.
 
     Args:
         options: Options that say where the plan goes, and what was asked.
@@ -152,10 +246,16 @@ def told(
         if beyond.of_profile or result.compiled:
             of_plan = result.plan.cluster, result.plan.global_batch_size
             lines += front_table(result.why.front, partial(accountant.of, *of_plan))
-        if result.status == "ok":
-            how = "" if result.compiled else "predicted, not compiled; "
-            lines += [saved(options, result, how=how), *other_plans(options, result)]
-    return report, lines
+    return Outcome(
+        report,
+        lines,
+        int(result.status != "ok"),
+        result,
+        None if account is None else account.step_seconds,
+        how="" if result.compiled else "predicted, not compiled; ",
+        after=other_plans(options, result),
+        accountant=accountant,
+    )
 
 
 def saved(options: argparse.Namespace, answer: Answer[Any, Any], *took: str, how: str = "") -> str:

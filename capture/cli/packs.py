@@ -13,7 +13,7 @@ from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, saved, table, write_files
+from capture.cli.output import Outcome, table, write_files
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.question_file import noted
 from capture.cli.whole import close
@@ -35,7 +35,12 @@ from profiling_runs.layers import profile_layers, with_model_hash
 from profiling_runs.packs import PackCompiler
 from profiling_runs.profile_report import LayersReport
 from recommender.harmony import PacksQuestion, harmony
-from recommender.harmony.recommendation import PacksAnswer, not_compiled
+from recommender.harmony.recommendation import (
+    PacksAnswer,
+    fastest_way,
+    not_compiled,
+    step_seconds_of,
+)
 from recommender.plan_report import PlanReport
 
 #: Of a workload; of layers alone nothing can be compiled.
@@ -68,13 +73,36 @@ OPTIONS = (
 )
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Search packs of layers, and write the plan.
+def plan(options: argparse.Namespace) -> Outcome:
+    """Search packs of layers.
 
     Raises:
         PlanError: ``plan-system`` without layers and workload, or with both; ``packs-batch``.
     """
     _check_source(options)
+    question, measured = _question(options)
+    return _outcome(options, question, measured, _answer(options, question, measured))
+
+
+def rival(options: argparse.Namespace, seconds: float) -> Outcome:
+    """Search packs in every way that weights may travel, beside a plan of stages.
+
+    Args:
+        options: As of ``plan``.
+        seconds: Of a step of that plan. Packs that are estimated to be slower are not compiled.
+    """
+    question, measured = _question(options)
+    question, answer = fastest_way(question)
+    if answer.status == "ok" and step_seconds_of(answer) >= seconds:
+        answer = not_compiled(answer, "by estimates it is slower")
+    else:
+        options.no_verify = options.no_verify or options.quick or options.compiles == 0
+        answer = _answer(options, question, measured)
+    return _outcome(options, question, measured, answer)
+
+
+def _question(options: argparse.Namespace) -> tuple[PacksQuestion, LayersQuestion | None]:
+    """Return the question, with layers that are measured for it, and what was measured."""
     close(options, OPTIONS)
     if options.global_batch is None:
         raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
@@ -85,16 +113,22 @@ def plan(options: argparse.Namespace) -> int:
         swaps=Swaps(**taken(Swaps, vars(options))),
         **taken(PacksQuestion, vars(options)),
     )
-    measured = None
-    if options.layers is None:
-        measured = layers.layers_question(vars(options))
-        asked.prepare(measured, *filter(None, [question.cluster]))
-        question = replace(question, profile=profile_layers(measured, **asked.told(options)))
-    answer = noted(options, _answer(options, question, measured))
+    if options.layers is not None:
+        return question, None
+    measured = layers.layers_question(vars(options))
+    asked.prepare(measured, *filter(None, [question.cluster]))
+    return replace(question, profile=profile_layers(measured, **asked.told(options))), measured
+
+
+def _outcome(
+    options: argparse.Namespace,
+    question: PacksQuestion,
+    measured: LayersQuestion | None,
+    answer: PacksAnswer,
+) -> Outcome:
+    answer = noted(options, answer)
     made = LayersReport.of(question.profile) if measured is not None else None
     lines = [*(layers.as_text(made) if made is not None else []), *_answer_lines(question, answer)]
-    if answer.status == "ok" and answer.plan is not None:
-        lines.append(saved(options, answer, counted(len(answer.proof.points), "simulation")))
     report = PlanReport.of("packs", answer, assumed=question.server.assumed)
     if measured is not None:
         report = replace(
@@ -110,8 +144,9 @@ def plan(options: argparse.Namespace) -> int:
         found = REGISTERED["baselines"]["packs"](beside, configuration)
         report = replace(report, baselines=found)
         lines.append(baseline_table(found))
-    emit(options, report, *lines)
-    return 0 if answer.status == "ok" else 1
+    seconds = step_seconds_of(answer)
+    took = [counted(len(answer.proof.points), "simulation")]
+    return Outcome(report, lines, int(answer.status != "ok"), answer, seconds, took=took)
 
 
 def _answer(
@@ -271,12 +306,13 @@ def _answer_lines(question: PacksQuestion, answer: PacksAnswer) -> Iterator[str]
     if answer.status != "ok":
         yield "the nearest plan, which is not saved:"
     yield from (pack_table(answer.plan), *prediction_lines(answer.plan))
-    streamed = question.profile.as_streamed(question.swaps.stream)
-    updates = streamed.update_seconds(0, streamed.num_layers)
-    yield (
-        f"updates take {format_seconds(updates)} of one host process, shared by "
-        f"{counted(question.server.devices, 'device')}"
-    )
+    if answer.plan.switches.offload:
+        streamed = question.profile.as_streamed(question.swaps.stream)
+        updates = streamed.update_seconds(0, streamed.num_layers)
+        yield (
+            f"updates take {format_seconds(updates)} of one host process, shared by "
+            f"{counted(question.server.devices, 'device')}"
+        )
     if answer.headroom:
         yield f"a device: {answer.headroom}"
 
@@ -348,4 +384,5 @@ ASKS = Asks(
     OPTIONS,
     plan,
     needs_workload=False,
+    rival=rival,
 )

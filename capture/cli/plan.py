@@ -6,10 +6,12 @@ In the place of WORKLOAD may stand a question (.toml), or a plan (.json), which 
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from dataclasses import replace
 
 from capture.cli import layers
 from capture.cli import options as shared
+from capture.cli.compete import FIRST, compete
 from capture.cli.options import Asks
 from capture.cli.question_file import asked_of, opened
 from capture.errors import PlanError, Violation
@@ -48,9 +50,8 @@ def options_by_system() -> dict[str, tuple[Option, ...]]:
     """Return what each system reads."""
     by_system = asked_by_system()
     about = "; ".join(f"{system}: {asks.about}" for system, asks in by_system.items())
-    system = replace(
-        layers.SYSTEM_OPTION, help=f"{about} (default: %(default)s)", choices=tuple(by_system)
-    )
+    text = f"{about} (default: {FIRST}, and those beside it that may be faster where memory binds)"
+    system = replace(layers.SYSTEM_OPTION, help=text, default=None, choices=tuple(by_system))
     of_all = system, shared.output("plan.json"), shared.TRUST
     return {system: (*of_all, *asks.options) for system, asks in by_system.items()}
 
@@ -78,10 +79,14 @@ def main(options: argparse.Namespace) -> int:
     by_system = options_by_system()
     known = [option for option, _ in merged(by_system).values()]
     options = opened(options, known)
-    unread = refused(shared.given(options), options.system, by_system)
+    unread = refused(shared.given(options), options.system or FIRST, by_system)
     PlanError.check(Violation(text, "plan-system") for text in unread)
     options.asked = asked_of(options, known)
-    asks = asked_by_system()[options.system]
+    every, typed = asked_by_system(), copy(options)
+    asks = every[options.system or FIRST]
     if options.workload is None and asks.needs_workload:
         options.parser.error("the following arguments are required: WORKLOAD")
-    return asks.answer(options)
+    found = asks.answer(options)
+    if typed.system is None:
+        found = compete(typed, found, every, by_system)
+    return found.told(typed)

@@ -70,7 +70,7 @@ def opened(options: argparse.Namespace, known: Collection[Option]) -> argparse.N
         has_code = plan.workload is not None or "layers" not in plan.asked
         spec = asked.workload_of(given, plan) if has_code else None
         found = _again(options, _read(Path(named), plan.asked, known))
-        if not plan.asked or found.system != kind_of(plan).system:
+        if not plan.asked or found.system not in (None, kind_of(plan).system):
             devices, system = plan.cluster, kind_of(plan).system
             body: dict[str, Any] = {"global_batch": plan.step_examples, "system": system}
             if devices is not None:

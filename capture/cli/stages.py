@@ -12,9 +12,9 @@ from pathlib import Path
 
 from capture.cli import asked, bounds_first
 from capture.cli import options as shared
-from capture.cli.fitting import least_state_of, measuring, name_change, tell
+from capture.cli.fitting import least_state_of, measuring
 from capture.cli.options import Asks
-from capture.cli.output import Beyond, emit, say, told
+from capture.cli.output import Beyond, Outcome, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.question_file import noted
 from capture.cli.targets import compare
@@ -118,8 +118,8 @@ OPTIONS = (
 _OPEN = {option.name for option in shared.OPEN}
 
 
-def plan(options: argparse.Namespace) -> int:
-    """Search stages, and write the plan.
+def plan(options: argparse.Namespace) -> Outcome:
+    """Search stages.
 
     Raises:
         PlanError: ``plan-extent`` for several extents; and the codes of the questions.
@@ -192,7 +192,7 @@ def _from_profile(
     of_profile: ProfileQuestion,
     profile: Profile,
     measurements: Measurements | None,
-) -> int:
+) -> Outcome:
     """Answer the question from a profile, and from what is measured beside it."""
     knowledge = _knowledge(options, profile, question.cluster)
     chosen, attempts, found = _chosen(options, knowledge, question)
@@ -208,10 +208,9 @@ def _from_profile(
         time = time_summary(timeline, result.plan, graph)
     notes = asked.layers_note(of_profile, profile.cut_into)
     beyond = Beyond(profile.warnings, profile.failures, of_profile=True)
-    report, lines = told(options, result, time, attempts, notes, beyond, accountant)
+    outcome = told(options, result, time, attempts, notes, beyond, accountant)
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
-        tell(options, lines)  # what follows may measure, for as long as the answer took
         most = max([attempt.question.num_microbatches for attempt in attempts], default=None)
         tried = replace(
             chosen,
@@ -219,10 +218,9 @@ def _from_profile(
             schedule=question.schedule,
         )
         measure = None if measurements is None else _measuring(of_profile, measurements)
-        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
-        report, lines = replace(report, cheapest_change=change), [name_change(change, "fits")]
-    emit(options, report, *lines)
-    return 0 if result.status == "ok" else 1
+        asking = partial(cheapest_change, tried, profile.graph.num_layers, knowledge, measure)
+        outcome = replace(outcome, change=asking)
+    return outcome
 
 
 def _check_times(question: PlanQuestion) -> None:
@@ -287,9 +285,9 @@ def _refused(
     question: PlanQuestion,
     of_profile: ProfileQuestion,
     measurements: Measurements,
-) -> int | None:
-    """Return the exit code where no plan can exist or fit, which is told at once; None if one may,
-    and is worth measuring for."""
+) -> Outcome | None:
+    """Return the outcome where no plan can exist or fit; None if one may, and is worth measuring
+    for."""
     names = SCHEDULES if options.try_schedules else (question.schedule,)
     if any(SCHEDULES[name].stages_per_group > 1 for name in names):
         return None  # a device with several stages may hold less than any stage in one piece
@@ -307,14 +305,12 @@ def _refused(
         return None
     result = beyond_memory(found)
     report, lines = PlanReport.of("stages", result), [f"infeasible: {result.why.summary}"]
+    change = None
     if found.stages and limit is not None:
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
         measure = _measuring(of_profile, measurements)
-        change = cheapest_change(question, num_layers, None, measure)
-        report = replace(report, cheapest_change=change)
-        lines.append(name_change(change, "can fit"))
-    emit(options, report, *lines)
-    return 1
+        change = partial(cheapest_change, question, num_layers, None, measure)
+    return Outcome(report, lines, 1, result, change=change, change_does="can fit")
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:

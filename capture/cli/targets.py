@@ -13,7 +13,7 @@ from pathlib import Path
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.bounds_first import Asking, of_a_profile, with_times
-from capture.cli.output import account_columns, emit, say, table
+from capture.cli.output import Outcome, account_columns, say, table
 from capture.cli.question_file import noted
 from capture.cli.whole import close, of_whole, whole_question
 from capture.errors import CaptureError, PlanError, Violation
@@ -31,8 +31,8 @@ _OTHERS = ("target", "fix", "smallest_cluster", "largest_batch")
 _OfTarget = tuple[argparse.Namespace, ProfileQuestion, WholeQuestion]
 
 
-def compare(options: argparse.Namespace, terms: Terms) -> int:
-    """Ask the question of every target, and print and save the answers. What goes wrong with one
+def compare(options: argparse.Namespace, terms: Terms) -> Outcome:
+    """Ask the question of every target, and save the answers. What goes wrong with one
     target does not lose the others. The exit code is 1 where no target has a plan that fits.
 
     Raises:
@@ -72,8 +72,7 @@ def compare(options: argparse.Namespace, terms: Terms) -> int:
             if answers[name].account
         },
     )
-    emit(options, report, *_lines(report))
-    return int(not report.written)
+    return Outcome(report, [*_lines(report)], int(not report.written))
 
 
 def _question(options: argparse.Namespace, target: str, terms: Terms) -> _OfTarget:

@@ -285,6 +285,7 @@ class Why:
         verified: How plans were compiled, if any were.
         proven: How near the plan is to the best, where bounds were searched.
         uncompiled: Why the plan was not compiled, where it was to be.
+        memory_binds: Whether plans that need more memory than there is are expected to be faster.
     """
 
     summary: str = ""
@@ -300,6 +301,7 @@ class Why:
     verified: CompiledPlans | None = None
     proven: Proven | None = None
     uncompiled: str | None = None
+    memory_binds: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         names: tuple[str, ...] = ("bottleneck_stage", "bottleneck_category", "num_choices")
@@ -308,7 +310,7 @@ class Why:
             names = ("least_state_bytes",)
             missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id")
             written = {"code": self.code, **written, **{n: getattr(self, n) for n in missing}}
-        for name in (*names, "front", "verified", "proven", "uncompiled"):
+        for name in (*names, "front", "verified", "proven", "uncompiled", "memory_binds"):
             if getattr(self, name) is not None:
                 written[name] = documents.write(getattr(self, name))
         return written

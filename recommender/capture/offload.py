@@ -1,8 +1,9 @@
-"""What an answer says of offload: what it gains, or why nothing of it was chosen."""
+"""Whether memory binds, and what an answer then says of offload: what it gains, or why nothing of
+it was chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -17,26 +18,30 @@ from recommender.capture.refine import Search
 _NEARLY = 0.01
 
 
-def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
-    """Return the line of an answer on offload; empty where it would not help.
+def binds(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> bool:
+    """Return whether plans that need more memory than there is are expected to be faster.
 
     Args:
         best: The fastest plan that fits; one that does not without any.
         ratios: Of a part's stages to the seconds that are expected of them.
     """
-    plan, fits = best.answer.plan, best.answer.status == "ok"
-    if fits and plan is not None and any(stage.offload for stage in plan.stages):
-        ways = sorted({way for stage in plan.stages for way in stage.offload})
-        held = format_bytes(most_on_a_host(plan, best.part.known))
-        return f"On the host: {' and '.join(ways)}, {held}; {_without(search, best, ratios)}."
+    if _on_hosts(best):  # which is searched where memory binds
+        return True
+    fits = best.answer.status == "ok"
     seconds = (best.answer.proof.step_seconds or inf) if fits else inf
     open_parts = [part for part in search.plain_parts if part.question.may_rest]
     endless = (part.once(fastest_of_any_size, ratios(search, part)) for part in open_parts)
     limit = best.part.question.limit_bytes or inf
     faster = (each.step_seconds or inf for each in endless if each.peak_bytes > limit)
-    if min(faster, default=inf) >= (1 - _NEARLY) * seconds:
-        return ""
-    if any(part.question.offload is None for part in open_parts):
+    return min(faster, default=inf) < (1 - _NEARLY) * seconds
+
+
+def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
+    """Return the line of an answer on offload where memory binds; arguments are as of ``binds``."""
+    if (plan := best.answer.plan) is not None and (ways := _on_hosts(best)):
+        held = format_bytes(most_on_a_host(plan, best.part.known))
+        return f"On the host: {' and '.join(ways)}, {held}; {_without(search, best, ratios)}."
+    if any(part.question.offload is None for part in search.plain_parts):
         return (
             "Offload was not searched: the host's memory is not known; say --host-memory, such as "
             "--host-memory 1TB."
@@ -46,6 +51,12 @@ def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratio
         return ""
     memory = format_bytes(host.question.host_memory_bytes or 0)
     return f"Plans with offload that need more than the {memory} of a host were left out."
+
+
+def _on_hosts(best: Found) -> Sequence[str]:
+    """Return what a plan that fits keeps on its hosts."""
+    plan = best.answer.plan if best.answer.status == "ok" else None
+    return sorted({way for stage in (plan.stages if plan else ()) for way in stage.offload})
 
 
 def _without(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:

@@ -315,9 +315,10 @@ class Timed(Policy):
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         found = self._answer(search, look, ended)
         best = min(search.fitting, key=_rank, default=look.found)
-        if not (line := offload.said(search, best, self.ratios)):
+        if not offload.binds(search, best, self.ratios):
             return found
-        why = replace(found.why, summary=f"{found.why.summary} {line}")
+        summary = f"{found.why.summary} {offload.said(search, best, self.ratios)}".rstrip()
+        why = replace(found.why, summary=summary, memory_binds=True)
         return replace(found, why=why, plan=found.plan and found.plan.with_(why=why))
 
     def _answer(self, search: Search, look: Look, ended: str) -> StageAnswer:

@@ -36,7 +36,8 @@ class PacksQuestion:
         minibatch_size: Examples in a step.
         mode: pp (wrap-around pipeline), dp (data parallel), or both: the faster that the host
             holds.
-        algorithm: bounded, paper (the same answer, every point simulated) or wide.
+        algorithm: bounded, paper (the same answer, every point simulated), judged (the fastest as
+            instructions) or wide (more packs and sizes, judged).
         packings: Packings, in the order of ties, of balanced_time, balanced_memory, greedy,
             greedy_reverse, constant, expert, and reuse, for forward packs alone.
         without: Optimizations that are off: grouping, prefetch, jit, offload, p2p, and search,

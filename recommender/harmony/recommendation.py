@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from capture.errors import ProfileError, TargetError
 from capture.measured.layer_profile import LayerProfile
@@ -12,9 +13,9 @@ from capture.plan.why import Why
 from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from recommender.answer import Answer
 from recommender.harmony.packing import EXPERT
-from recommender.harmony.question import PacksQuestion
+from recommender.harmony.question import BOTH, PacksQuestion
 from recommender.harmony.result import PacksResult
-from recommender.harmony.search import finds_packs
+from recommender.harmony.search import JUDGED, finds_packs
 from recommender.harmony.within import (
     Chosen,
     Compile,
@@ -58,6 +59,30 @@ def harmony(question: PacksQuestion, compiled: Compile | None = None) -> PacksAn
         if compiled is None:
             raise
         return not_compiled(_answer(question, None), str(error))
+
+
+def fastest_way(question: PacksQuestion) -> tuple[PacksQuestion, PacksAnswer]:
+    """Return the question of the mode, of the place of updates and of the form of swaps that are
+    estimated to be the fastest, and its answer; of the first of them where nothing fits.
+
+    Args:
+        question: What is asked, as if all of these and the algorithm were left open.
+    """
+    both = replace(question, mode=BOTH, algorithm=JUDGED)
+    ways = [both, replace(both, without=(*question.without, "offload"))]
+    if question.server.devices > 1:
+        ways.append(replace(both, mode="dp", swaps=replace(both.swaps, sharded=True)))
+    answers = [(each, _answer(each, None)) for each in ways]
+    fitting = [found for found in answers if found[1].status == "ok"]
+    asked, answer = min(fitting, key=lambda found: step_seconds_of(found[1]), default=answers[0])
+    if answer.plan is not None:
+        asked = replace(asked, mode=answer.plan.mode)
+    return asked, answer
+
+
+def step_seconds_of(answer: PacksAnswer) -> float:
+    """Return the seconds of an answer's step, read as instructions; infinite without a plan."""
+    return inf if answer.plan is None else step_times_of(answer.plan).step_seconds
 
 
 def not_compiled(answer: PacksAnswer, reason: str) -> PacksAnswer:

@@ -15,6 +15,9 @@ from recommender.harmony.problem import PackedConfiguration, PacksProblem
 from recommender.harmony.result import PacksResult, Point
 from recommender.harmony.wide import wide_choices
 
+#: Algorithm 1, whose best points are compared as instructions.
+JUDGED = "judged"
+
 
 def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
     """Search for the configuration of least estimated time.
@@ -22,8 +25,9 @@ def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
     Args:
         problem: Layers, server, minibatch, packings.
         algorithm: ``"paper"`` simulates every point of Algorithm 1, as released; ``"bounded"``
-            answers the same and simulates what can be better; ``"wide"`` has all sizes, other
-            packs, and holds whole tasks below the limit.
+            answers the same and simulates what can be better; ``"judged"`` has the same points,
+            for who compares the best of them as instructions; ``"wide"`` has all sizes, other
+            packs, and holds whole tasks below the limit, also for such a comparison.
 
     Raises:
         PlanError: ``search-algorithm`` for an unknown name.
@@ -76,6 +80,7 @@ def wide(problem: PacksProblem) -> list[Point]:
 ALGORITHMS: Mapping[str, Callable[[PacksProblem], list[Point]]] = {
     "bounded": bounded,
     "paper": paper,
+    JUDGED: paper,
     "wide": wide,
 }
 

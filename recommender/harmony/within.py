@@ -22,13 +22,13 @@ from capture.predictor.pack_step import step_times
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.question import PacksQuestion
 from recommender.harmony.result import PacksResult, Point
-from recommender.harmony.search import finds_packs, search
+from recommender.harmony.search import JUDGED, finds_packs, search
 
 #: The plan, whose prediction says what its packs compile to.
 Compile = Callable[[PacksPlan], PacksPlan]
 #: Each below a lower limit.
 _MOST_SEARCHES = 20
-#: Of what ``wide`` finds, the best of so many pairs of sizes are judged as instructions.
+#: Of what is judged, the best of so many pairs of sizes are judged as instructions.
 _JUDGED = 6
 #: Faster plans that are compiled after one that fits.
 _MOST_FASTER = 2
@@ -125,9 +125,10 @@ def holds_instructions(question: PacksQuestion) -> bool:
 
 
 def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> Chosen:
-    """Choose the best point; of ``wide``, the one of the best few whose instructions take least
-    time, which the paper's rules may rank otherwise: there a host process per device updates."""
-    is_judged = question.algorithm == "wide"
+    """Choose the best point; of ``judged`` and ``wide``, the one of the best few whose instructions
+    take least time, which the paper's rules may rank otherwise: there a host process per device
+    updates."""
+    is_judged = question.algorithm in (JUDGED, "wide")
     points = result.of_sizes(_JUDGED) if is_judged else result.top(1)
     plans = [plan_of(question, mode, point.configuration) for point in points]
     server = question.server

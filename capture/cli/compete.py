@@ -1,0 +1,109 @@
+"""The kinds of plan that compete where ``--system`` names none: stages, and beside them those that
+may be faster where memory binds, by the seconds of the same rates."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from math import inf
+
+from capture.cli import asked
+from capture.cli import options as shared
+from capture.cli.options import Asks
+from capture.cli.output import Outcome, say
+from capture.errors import CaptureError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.options import Systems, refused
+from capture.plan.kinds import KINDS
+from capture.quantities import format_seconds
+from recommender.whole import known_host_bytes
+
+#: The system that is asked where none is named.
+FIRST = KINDS["stages"].system
+#: Options of ``FIRST`` that say how long to search, or what plans cost, and not what to search.
+_NARROW_NOTHING = {"seconds", "compiles", "within", "quick", "price", "mtbf", "disk_rate"}
+
+
+def compete(
+    options: argparse.Namespace, first: Outcome, by_system: Mapping[str, Asks], read: Systems
+) -> Outcome:
+    """Return the outcome of the fastest plan that fits, of whichever kind, which also says what the
+    others give. An interrupt of their search keeps what is known.
+
+    Args:
+        options: Options as they were typed. One that a system does not read leaves it out.
+        first: Outcome of ``FIRST``.
+        by_system: What is asked, by system.
+        read: Options that each system reads.
+    """
+    target = options.target or shared.TARGET.default
+    cluster = asked.read_cluster({**vars(options), "target": target})
+    if not _memory_binds(first) or Target.load(cluster.target).rates is None:
+        return first
+    given = {*shared.given(options)} - _NARROW_NOTHING
+    if options.objective == "throughput":
+        given -= {"objective"}
+    best, about, said = first, by_system[FIRST].about, list[str]()
+    for system, asks in by_system.items():
+        if asks.rival is None or refused(given, system, read):
+            continue
+        if why := _left_out(cluster, options.host_memory):
+            said.append(_line(asks.about, why))
+            continue
+        say(options, f"memory binds, so {asks.about} are searched, too")
+        own = copy(options)
+        own.system = system
+        try:
+            found = asks.rival(own, _seconds(best))
+        except CaptureError as error:
+            said.append(_line(asks.about, str(error)))
+            continue
+        except KeyboardInterrupt:
+            said.append(_line(asks.about, "not known, as the search was interrupted"))
+            best = replace(best, exit_code=130)
+            break
+        loser, whose = found, asks.about
+        if (not found.is_compiled, _seconds(found)) < (not best.is_compiled, _seconds(best)):
+            best, loser, about, whose = found.on(first.accountant), best, asks.about, about
+        said.append(_line(whose, _given_by(loser, _seconds(best))))
+    return best.saying(said)
+
+
+def _memory_binds(first: Outcome) -> bool:
+    """Return whether plans of stages that need more memory than there is are faster than the one
+    that was found, or none was."""
+    answer = first.answer
+    if answer is None or first.exit_code == 130:
+        return False
+    return bool(answer.why.memory_binds) or answer.why.code == "memory-limit"
+
+
+def _left_out(cluster: Cluster, host_memory_bytes: int | None) -> str:
+    """Return why plans that need the memory of one host are not searched; empty if they are."""
+    if len(cluster.nodes) > 1:
+        return f"of one host, and {cluster} has {len(cluster.nodes)}"
+    if known_host_bytes(cluster, host_memory_bytes) is None:
+        return "the host's memory is not known; say --host-memory, such as --host-memory 1TB"
+    return ""
+
+
+def _seconds(outcome: Outcome) -> float:
+    """Return the seconds of a step of a plan that fits; infinite without one."""
+    return inf if outcome.step_seconds is None or not outcome.is_ok else outcome.step_seconds
+
+
+def _given_by(outcome: Outcome, best_seconds: float) -> str:
+    """Return what plans of another kind than the best give, in words."""
+    seconds = _seconds(outcome)
+    if seconds < inf:
+        how = "" if outcome.is_compiled else ", not compiled"
+        return f"{seconds / best_seconds:.2f} x slower ({format_seconds(seconds)}{how})"
+    assert outcome.answer is not None, "it is of one question"
+    return f"none fits: {outcome.answer.why.summary}"
+
+
+def _line(about: str, said: str) -> str:
+    return f"{about[0].upper()}{about[1:]}: {said.rstrip('.')}."
