@@ -3,11 +3,14 @@ taken from the store, and its step replayed over the compiler's reports."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from capture.errors import PlanError, ProfileError, plain
+from capture.machine.links import Layout
 from capture.machine.target import Target
+from capture.measured.layer_profile import LayerProfile
 from capture.measured.store import Store
 from capture.memo import memo
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, loaded, spec_of
@@ -15,6 +18,10 @@ from capture.plan.packs import PacksPlan
 from capture.predictor.pack_step import step_bytes
 from capture.profiler.asked import ProgramCost
 from capture.step.ledger import Ledger
+from capture.step.pack_times import packs_seconds
+from capture.step.program import Step, replay
+from capture.step.timeline import simulate_step
+from capture.step.times import TimeModel
 from profiling_runs.batch import Progress
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.where import Where
@@ -33,10 +40,13 @@ class PackCompiler:
 
     Attributes:
         workload: Of all of them, or its name; by name it is compiled in worker processes.
+        profile: Layers, whose seconds count for what the host and the links do; None leaves seconds
+            unknown.
         store, where, progress: As for ``profile``.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
+    profile: LayerProfile | None = None
     store: Store | None = None
     where: Where = Where()
     progress: Progress = lambda kind, done, total: None
@@ -51,11 +61,35 @@ class PackCompiler:
             As ``ledger``.
         """
         assert plan.prediction is not None, "what is chosen is predicted"
-        compiled = step_bytes(self.ledger(plan))
+        step, costs = self._compiled(plan)
+        seconds = None if self.profile is None else self._seconds(plan, step, costs)
+        compiled = step_bytes(replay(step), seconds)
         return replace(plan, prediction=replace(plan.prediction, compiled=compiled))
+
+    def _seconds(self, plan: PacksPlan, step: Step, costs: Mapping[str, ProgramCost]) -> float:
+        """Simulate the compiled step, with the work of its programs at the rates of the target."""
+        rates = Target.load(plan.known_cluster.target).rates
+        assert self.profile is not None and rates is not None, "its layers have seconds"
+        times = TimeModel(rates, Layout(1))
+        known = {
+            name: times.program_seconds(cost.work)
+            for name, cost in costs.items()
+            if cost.work is not None
+        }
+        layers = self.profile.as_streamed(plan.swaps.stream)
+        seconds = packs_seconds(step, plan.tasks(), layers, plan.machine, known)
+        return simulate_step(step, seconds).step_seconds
 
     def ledger(self, plan: PacksPlan) -> Ledger:
         """Return the replay of a plan's compiled step, as if its host had memory enough.
+
+        Raises:
+            As ``_compiled``.
+        """
+        return replay(self._compiled(plan)[0])
+
+    def _compiled(self, plan: PacksPlan) -> tuple[Step, Mapping[str, ProgramCost]]:
+        """Return a plan's compiled step, and what its programs need, by name.
 
         Raises:
             PlanError: ``packs-target`` for a plan of a server that is no target, and those of
@@ -81,7 +115,8 @@ class PackCompiler:
                 "to leave that out.",
                 "packs-compile",
             )
-        return backend.ledger(plan, {str(job.what): costs[job.key] for job in jobs})
+        needs = {str(job.what): costs[job.key] for job in jobs}
+        return backend.compiled(plan, needs), needs
 
     @memo
     def _measurer(self, target: str, num_devices: int) -> Measurer[PackBackend]:

@@ -91,8 +91,8 @@ def _left_out(cluster: Cluster, host_memory_bytes: int | None) -> str:
 
 
 def _seconds(outcome: Outcome) -> float:
-    """Return the seconds of a step of a plan that fits; infinite without one."""
-    return inf if outcome.step_seconds is None or not outcome.is_ok else outcome.step_seconds
+    """Return the seconds of a step of a plan that fits, known as it was to be; infinite without."""
+    return inf if outcome.exit_code or outcome.step_seconds is None else outcome.step_seconds
 
 
 def _given_by(outcome: Outcome, best_seconds: float) -> str:

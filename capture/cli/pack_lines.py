@@ -60,9 +60,13 @@ def _step_lines(plan: PacksPlan) -> list[str]:
         for way in ("in", "out")
     }
     least, most = (format_seconds(of(idle) * step.step_seconds) for of in (min, max))
+    assert plan.step_estimate is not None, "predicted"
+    seconds, _ = plan.step_estimate
+    how = "" if seconds == step.step_seconds else "compiled "
+    from_layers = f"; {format_seconds(step.step_seconds)} from layers alone" * bool(how)
     return [
-        f"as instructions: {format_seconds(step.step_seconds)} a step, "
-        f"{format_rate(plan.minibatch_size / step.step_seconds)} examples/s",
+        f"as {how}instructions: {format_seconds(seconds)} a step, "
+        f"{format_rate(plan.minibatch_size / seconds)} examples/s{from_layers}",
         f"not hidden: devices compute nothing for {least} to {most} of it, beside "
         f"{format_seconds(ways['in'])} of copies in and {format_seconds(ways['out'])} out",
         *_memory_lines(plan),

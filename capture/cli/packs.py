@@ -159,7 +159,9 @@ def _answer(
     uncompiled = "--no-verify" if options.no_verify else None
     if question.cluster is None:
         uncompiled = f"--machine {options.machine} says nothing of how to compile for it"
-    compiled = None if uncompiled else PackCompiler(measured.workload, **asked.told(options))
+    compiled = None
+    if not uncompiled:
+        compiled = PackCompiler(measured.workload, question.profile, **asked.told(options))
     answer = harmony(question, compiled)
     if uncompiled:
         answer = not_compiled(answer, uncompiled)

@@ -96,12 +96,14 @@ class StepBytes:
         device_parts_bytes: Parts of the fullest device's peak, by category.
         host_peak_bytes: Peak memory of the host.
         host_parts_bytes: Parts of the host's peak, by category.
+        step_seconds: Seconds of the step, simulated on the server's links; None if unknown.
     """
 
     device_peak_bytes: tuple[int, ...]
     device_parts_bytes: Mapping[str, int]
     host_peak_bytes: int
     host_parts_bytes: Mapping[str, int]
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class StepTimes(StepBytes):
     """The seconds and bytes of a step of packs, simulated from measurements of layers alone.
 
     Attributes:
-        step_seconds: Seconds of a step, simulated on the server's links.
+        step_seconds: Seconds of the step.
         idle_fractions: Per device, the part of the step in which it computes nothing.
         volumes_bytes: Bytes copied between the places, by tensor and direction.
     """
@@ -126,8 +128,8 @@ class PacksPrediction:
     Attributes:
         paper: Times and bytes by the released scheduler's rules.
         step: Times and bytes of the plan's own instructions, from layers alone.
-        compiled: Bytes of those instructions with the packs' programs compiled for the target; None
-            where they were not compiled.
+        compiled: Bytes of those instructions, and seconds where layers tell those of the host, with
+            the packs' programs compiled for the target; None where they were not compiled.
     """
 
     paper: PaperTimes
@@ -138,6 +140,12 @@ class PacksPrediction:
     def memory(self) -> StepBytes | None:
         """The best that is known of memory: compiled, or else from layers; None without either."""
         return self.compiled or self.step
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The best that is known of the seconds of the plan's own instructions; None if nothing."""
+        found = [each.step_seconds for each in (self.compiled, self.step) if each is not None]
+        return next((seconds for seconds in found if seconds is not None), None)
 
     @property
     def peak_bytes(self) -> int:
@@ -274,8 +282,8 @@ class PacksPlan(PlanFile):
     @property
     def step_estimate(self) -> tuple[float, str] | None:
         """The simulated seconds of a step of the plan's own instructions, and ``"simulated"``."""
-        step = None if self.prediction is None else self.prediction.step
-        return None if step is None else (step.step_seconds, "simulated")
+        seconds = None if self.prediction is None else self.prediction.step_seconds
+        return None if seconds is None else (seconds, "simulated")
 
     def tasks(self) -> TaskGraph:
         """Return the tasks of all ranks."""

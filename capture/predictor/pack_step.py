@@ -71,15 +71,15 @@ def step_times(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepT
     fractions, bytes moved and peaks."""
     timeline = packs_timeline(graph, profile, server)
     return StepTimes(
-        **vars(step_bytes(timeline.program_order)),
-        step_seconds=timeline.step_seconds,
+        **vars(step_bytes(timeline.program_order, timeline.step_seconds)),
         idle_fractions=timeline.bubble_fraction[: graph.num_devices],
         volumes_bytes=volumes_bytes(timeline.step),
     )
 
 
-def step_bytes(ledger: Ledger) -> StepBytes:
-    """Return what a plan keeps of a replay: peak bytes per device and of the host, with their
-    parts."""
+def step_bytes(ledger: Ledger, seconds: float | None = None) -> StepBytes:
+    """Return what a plan keeps of a replay, whose step takes so many seconds: peak bytes per device
+    and of the host, with their parts."""
     fullest, host = max(ledger.peaks, key=lambda peak: peak.peak_bytes), ledger.peak_of("host")
-    return StepBytes(ledger.peak_bytes_per_device, fullest.parts, host.peak_bytes, host.parts)
+    peaks = ledger.peak_bytes_per_device, fullest.parts, host.peak_bytes, host.parts
+    return StepBytes(*peaks, seconds)

@@ -1,11 +1,10 @@
-"""The exact memory of plans of packs: their programs, compiled for the target that they were made
-for, and the step replayed over the compiler's reports. Nothing is run."""
+"""The exact memory and the work of plans of packs: their programs, compiled for the target that
+they were made for, and the step with the compiler's reports. Nothing is run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 from capture.compiler.target_compiler import TargetCompiler
@@ -19,8 +18,7 @@ from capture.plan.packs import PacksPlan
 from capture.profiler.asked import PackProgram, ProgramCost
 from capture.profiler.program_backend import ProgramBackend
 from capture.runtime.streamed import StreamedStep
-from capture.step.ledger import Ledger
-from capture.step.program import replay
+from capture.step.program import Step
 
 
 class PackBackend(ProgramBackend):
@@ -36,14 +34,9 @@ class PackBackend(ProgramBackend):
 
     def __init__(self, workload: WorkloadProtocol, target: Target, store: Store | None = None):
         super().__init__(store, target=target)
-        self._workload, self._compiler = workload, TargetCompiler(target)
+        self._workload, self._compiler = workload, TargetCompiler(target, count_work=True)
         self.options: dict[str, Any] = {}
         self._step: StreamedStep | None = None
-
-    @cached_property
-    def provenance(self) -> dict[str, Any]:
-        """The facts beside the program that decide a measurement, of which no work is counted."""
-        return {k: fact for k, fact in super().provenance.items() if k != "work_version"}
 
     def step(self, plan: PacksPlan) -> StreamedStep:
         """Return the step of a plan, uncompiled; the last one is kept.
@@ -72,20 +65,21 @@ class PackBackend(ProgramBackend):
         return content_hash([self.provenance, self.step(what.plan).programs.key(what.name)])
 
     def measure(self, what: PackProgram) -> ProgramCost:
-        """Compile a program and return the bytes that it needs while it runs.
+        """Compile a program and return the bytes that it needs while it runs, and its work.
 
         Raises:
             TargetError: ``target-refused`` if the compiler does not take it, ``target-report``.
         """
         with self._compiler.refusing(f"program {what.name!r}"):
-            return ProgramCost(self.step(what.plan).programs.executable(what.name).transient_bytes)
+            executable = self.step(what.plan).programs.executable(what.name)
+            return ProgramCost(executable.transient_bytes, work=executable.work)
 
-    def ledger(self, plan: PacksPlan, needs: Mapping[str, ProgramCost]) -> Ledger:
-        """Replay a plan's step and return its ledger; the host is given enough memory for any plan.
+    def compiled(self, plan: PacksPlan, needs: Mapping[str, ProgramCost]) -> Step:
+        """Return a plan's step with the needs of its programs; the host is given enough memory for
+        any plan.
 
         Args:
             plan: Plan of packs of the model.
             needs: Needs of all the plan's programs, by name.
         """
-        known = {name: need.transient_bytes for name, need in needs.items()}
-        return replay(self.step(plan).given(known))
+        return self.step(plan).given({name: need.transient_bytes for name, need in needs.items()})

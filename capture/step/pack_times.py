@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
@@ -10,18 +12,38 @@ from capture.plan.task_graph import TaskGraph
 from capture.step.program import Copy, Feed, Place, Run, Step
 from capture.step.timeline import Seconds
 
+#: Programs that several devices run together, whose seconds are those of the links.
+_TOGETHER = ("gather", "scatter", "reduce")
 
-def packs_seconds(step: Step, graph: TaskGraph, profile: LayerProfile, server: Server) -> Seconds:
+
+def packs_seconds(
+    step: Step,
+    graph: TaskGraph,
+    profile: LayerProfile,
+    server: Server,
+    compiled: Mapping[str, float] = MappingProxyType({}),
+) -> Seconds:
     """Return the times of a step's programs and copies: those of the profile, and bytes over the
-    bandwidths that the devices share."""
+    bandwidths that the devices share.
+
+    Args:
+        step: Instructions of the plan.
+        graph: Tasks of the plan.
+        profile: Layers, as they are streamed.
+        server: Bandwidths.
+        compiled: By name, the seconds of programs that were compiled, which count where one device
+            runs them.
+    """
     working = len({task.rank for task in graph.tasks})
     swap = server.swap_bytes_per_second.value / working
     p2p = server.p2p_bytes_per_second.value
 
     def of(name: str) -> float:
         kind, (first, stop), size, *_ = step.programs[name].call
+        on_host = step.programs[name].place.host is not None
+        if name in compiled and not on_host and kind not in _TOGETHER:
+            return compiled[name]
         if kind == "update":
-            on_host = step.programs[name].place.host is not None
             return profile.update_seconds(first, stop) if on_host else 0.0
         if kind == "cast":
             return profile.cast_seconds(first, stop) / graph.num_shares

@@ -81,8 +81,9 @@ def fastest_way(question: PacksQuestion) -> tuple[PacksQuestion, PacksAnswer]:
 
 
 def step_seconds_of(answer: PacksAnswer) -> float:
-    """Return the seconds of an answer's step, read as instructions; infinite without a plan."""
-    return inf if answer.plan is None else step_times_of(answer.plan).step_seconds
+    """Return the seconds of an answer's step, the best that is known; infinite without a plan."""
+    known = None if answer.plan is None else answer.plan.step_estimate
+    return inf if known is None else known[0]
 
 
 def not_compiled(answer: PacksAnswer, reason: str) -> PacksAnswer:
@@ -124,7 +125,8 @@ def _answer(question: PacksQuestion, compiled: Compile | None) -> PacksAnswer:
 
 def _why(chosen: Chosen, coupled: str) -> Why:
     result, best, plan = chosen.result, chosen.point, chosen.plan
-    seconds = step_times_of(plan).step_seconds
+    assert plan.step_estimate is not None, "predicted"
+    seconds, _ = plan.step_estimate
     forward, backward = plan.configuration.forward, plan.configuration.backward
     said = (
         f"{plan.mode}: {counted(len(forward.packs), 'forward pack')} for "
