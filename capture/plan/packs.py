@@ -182,6 +182,8 @@ class PacksPlan(PlanFile):
         switches: Which of Harmony's optimizations are off.
         swaps: How weights and gradients travel.
         remat: Policy of every layer in a backward pass; None keeps all of a pack's.
+        order: By ids of tasks, which pass is issued when; each task's in turn. Left out, passes are
+            issued as if copies took no time.
         model: Name of the layer profile.
         model_hash: Content hash of the traced loss; empty if never traced.
         workload: The workload by name; None if no more than a layer profile is known.
@@ -194,11 +196,12 @@ class PacksPlan(PlanFile):
         PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
             ``packs-layers`` for packs that leave, repeat or reorder layers, ``packs-last`` where
             the directions disagree on the last pack, ``packs-size`` for a micro-batch size of 0 or
-            above the share of a device, ``packs-remat``, and those of ``Swaps``.
+            above the share of a device, ``packs-remat``, ``packs-order`` for an order that leaves
+            out or repeats a pass, or has one before what it reads, and those of ``Swaps``.
     """
 
     FORMAT = PACKS_PLAN
-    LEFT_OUT = ("remat", "asked")
+    LEFT_OUT = ("remat", "asked", "order")
     IN_FILES: ClassVar[Mapping[str, Any]] = {
         "mode": str,  # checked by the class
         "forward": _Packs,
@@ -221,6 +224,7 @@ class PacksPlan(PlanFile):
     points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     swaps: Swaps = AS_THEY_ARE
     remat: Remat | None = None
+    order: tuple[int, ...] = ()
     asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -346,6 +350,12 @@ class PacksPlan(PlanFile):
                     f"minibatch of {self.minibatch_size}: give 1 to {max(1, share)}.",
                     "packs-size",
                 )
+                return
+        if self.order and (wrong := self.tasks().wrong_order(self.order)):
+            yield Violation(
+                f"order: {wrong}; leave the order out, or plan again.",
+                "packs-order",
+            )
 
 
 def question_violations(mode: str, minibatch_size: int, num_devices: int) -> Iterator[Violation]:

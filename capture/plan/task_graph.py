@@ -11,6 +11,7 @@ Source: Li et al. 2022 (Harmony), 3 and 4.3.2, Figures 5 and 6a.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -305,6 +306,24 @@ class TaskGraph:
         """Whether no rank waits for another: only the first, whose share is largest, is
         simulated."""
         return self.mode == "dp" or self.num_devices == 1
+
+    def wrong_order(self, order: Sequence[int]) -> str:
+        """Return what is wrong with an order of passes, each the id of its task, in words; empty if
+        every pass is there once, behind those that it reads from."""
+        if self.mode == "dp":
+            return "devices of mode dp do the same at the same time"
+        number = {task.id: max(1, len(task.sizes)) for task in self.tasks}
+        if Counter(order) != Counter(number):
+            return f"{len(order)} passes are not the {sum(number.values())} of the plan's tasks"
+        sizes = {task.id: iter((*task.sizes, 0)) for task in self.tasks}
+        made, tasks = Counter[int](), {task.id: task for task in self.tasks}
+        for task in map(tasks.__getitem__, order):
+            size, at = next(sizes[task.id]), task.station
+            needs = self.minibatch_size if task.kind == "update" else made[at] + size
+            made[at] += size
+            if needs > made[at if task.kind == "update" else at - 1] and (at or size == 0):
+                return f"a pass of task {task.id} is before what it reads"
+        return ""
 
     def of_rank(self, rank: int) -> Iterator[PackTask]:
         """Return a rank's tasks that run on its device: all but updates."""

@@ -31,7 +31,7 @@ from capture.runtime.packs import PackPrograms, TracedSizes
 from capture.runtime.state import joined_params
 from capture.runtime.train_step import TrainStep
 from capture.step.interface import owned_and_borrowed
-from capture.step.pack_order import Begins, begins_without_copies
+from capture.step.pack_order import Begins, begins_in, begins_without_copies
 from capture.step.packs import build_step
 from capture.step.program import Feed, Instruction, Run, Slot, Step
 from capture.tracing.leaf_uses import Cast
@@ -51,8 +51,8 @@ def streamed(
         workload: The task of the plan.
         plan: Device i of the plan is ``devices[i]``.
         devices: By default the first devices of ``jax.devices()``.
-        begins: The order in which passes are issued; by default their floating-point operations
-            are compared.
+        begins: The order in which passes are issued; by default the plan's, or that in which
+            they begin if they take as long as their floating-point operations.
         fast_compile: As for ``pipeshard``.
 
     Returns:
@@ -122,6 +122,8 @@ class StreamedStep(TrainStep):
                 "updates any other; leave those out of the model, or of the optimizer.",
                 "packs-optimizer",
             )
+        if begins is None and plan.order:
+            begins = begins_in(plan.order)
         self._begins = begins or begins_without_copies(tasks, self._operations)
         self._sizes = TracedSizes(graph, self.optimizer, self._casts(), tasks.num_shares)
         # What programs need is known when they are compiled; what is fetched before it is needed,

@@ -1,10 +1,10 @@
-"""The order in which the passes of packs are issued where nobody has timed them: as if copies took
-no time."""
+"""The order in which the passes of packs are issued: that of a plan, or, where nobody has timed
+them, as if copies took no time."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from capture.plan.task_graph import PackTask, TaskGraph
@@ -48,6 +48,22 @@ def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
         if task.kind == "update" and not graph.switches.jit:
             begins[task.id, 0] = max(free.values())
     return as_the_first(graph, begins)
+
+
+def passes_by(graph: TaskGraph, begins: Begins) -> list[tuple[PackTask, int]]:
+    """Return all passes in the order of their beginnings: the task and the number of the pass."""
+    every = [(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
+    return sorted(every, key=lambda p: (begins[p[0].id, p[1]], p[0].station, p[0].id, p[1]))
+
+
+def begins_in(order: Sequence[int]) -> Begins:
+    """Return beginnings, in no unit, of the passes of a plan's order."""
+    passes: Counter[int] = Counter()
+    begins: dict[tuple[int, int], float] = {}
+    for at, task in enumerate(order):
+        begins[task, passes[task]] = at
+        passes[task] += 1
+    return begins
 
 
 def as_the_first(graph: TaskGraph, begins: Begins) -> Begins:

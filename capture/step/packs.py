@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from capture.machine.server import Server
 from capture.plan.task_graph import PackTask, Span, TaskGraph
 from capture.step import holds
-from capture.step.pack_order import Begins
+from capture.step.pack_order import Begins, passes_by
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.pack_state import PackCall, PackState, Values
 from capture.step.passes.frees import free
@@ -103,9 +103,7 @@ class _Passes:
     def rounds(self, begins: Begins) -> Iterator[Round]:
         """Yield the passes in the order of ``begins``. Tasks behind a pass, such as updates, begin
         at once on all devices, before the next pack."""
-        every = [(task, i) for task in self._graph.tasks for i in range(max(1, len(task.sizes)))]
-        every.sort(key=lambda p: (begins[p[0].id, p[1]], p[0].station, p[0].id, p[1]))
-        for task, i in every:
+        for task, i in passes_by(self._graph, begins):
             layers = f"layers {task.first} to {task.stop - 1}"
             label = f"{task.kind} {task.start + i} of {layers}"
             if task.kind == "update":

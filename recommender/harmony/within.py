@@ -18,7 +18,8 @@ from capture.measured.layer_passes import Pass
 from capture.plan.headroom import HOPELESS
 from capture.plan.packs import PacksPlan, PacksPrediction, StepTimes
 from capture.plan.task_graph import Configuration, Mode
-from capture.predictor.pack_step import step_times
+from capture.predictor.pack_step import by_the_paper, step_times
+from capture.step.pack_order import passes_by
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.question import PacksQuestion
 from recommender.harmony.result import PacksResult, Point
@@ -145,10 +146,12 @@ def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> Chosen:
 def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
     """Return the plan of a configuration, with its prediction."""
     problem, server = question.problem(mode), question.server
-    graph = problem.graph(configuration, None)
-    prediction = PacksPrediction(
-        problem.estimate(configuration).times, step_times(graph, question.profile, server)
-    )
+    graph, order = problem.graph(configuration, None), tuple[int, ...]()
+    estimate = by_the_paper(graph, question.profile.as_streamed(question.swaps.stream), server)
+    if mode == "pp":
+        order = tuple(task.id for task, _ in passes_by(graph, estimate.begins))
+    times = step_times(graph, question.profile, server)
+    prediction = PacksPrediction(problem.estimate(configuration).times, times)
     return PacksPlan(
         server,
         question.profile.num_layers,
@@ -163,6 +166,7 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         prediction,
         swaps=question.swaps,
         remat=question.profile.made.get("remat"),
+        order=order,
     )
 
 
