@@ -7,10 +7,10 @@ classes below; ``stages[].layers`` is ``[first, last]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from capture import documents
 from capture.errors import PlanError, Violation
@@ -34,8 +34,6 @@ PLAN = documents.Format(
     kind="stages",
     strict=True,
 )
-
-Note = TypeVar("Note")
 
 TensorParallelRule = Literal["auto", "largest"]
 TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
@@ -199,23 +197,25 @@ class Plan(PlanFile):
     def out_of_file(cls, written: dict[str, Any]) -> Plan:
         """Return the plan that a file's fields describe."""
         del written["microbatch_size"]
-        notes = {name: _note(written[name], name, read) for name, read in _NOTES.items()}
+        notes = {name: _note(written[name], name) for name in _NOTES}
         return cls(**{**written, "stages": [row.stage for row in written["stages"]], **notes})
 
 
-#: What may be said of a plan: how that is read.
-_NOTES: Mapping[str, Callable[[Any, str], Any]] = {
-    "prediction": Prediction.read,
-    "why": Why.read,
-    "verification": Verified.read,
-    "time": StepTime.read,
+#: What may be said of a plan, by field.
+_NOTES: Mapping[str, type[Prediction | Why | Verified | StepTime]] = {
+    "prediction": Prediction,
+    "why": Why,
+    "verification": Verified,
+    "time": StepTime,
 }
 
 
-def _note(data: object, name: str, read: Callable[[object, str], Note]) -> Note | None:
+def _note(data: Any, name: str) -> object:
     """Read a note on a plan (``_NOTES``) from its file; fields that are not known are ignored."""
     try:
-        return None if data is None else read(data, name)
+        if data is None:
+            return None
+        return Why.read(data, name) if name == "why" else documents.read(data, _NOTES[name], name)
     except documents.FieldError as error:
         raise PLAN.corrupt(str(error)) from None
 

@@ -28,17 +28,6 @@ class PlanNotes:
     verification: Verified | None = None
     time: StepTime | None = None
 
-    @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> PlanNotes:
-        """Read the notes on a plan of a front.
-
-        Raises:
-            FieldError: naming the field that is wrong.
-        """
-        row = documents.read(data, _PlanNotes, path)
-        prediction = Prediction.read(row.prediction, f"{path}.prediction")
-        return cls(row.model_hash, prediction, row.verification, row.time)
-
 
 @dataclass(frozen=True)
 class FrontPoint:
@@ -341,21 +330,13 @@ class Why:
 
 @dataclass(frozen=True)
 class _Point(FrontPoint):
-    """A point of a front, with stages and notes as files have them."""
+    """A point of a front, with stages as files have them."""
 
     stages: tuple[StageRow, ...] = ()  # type: ignore[assignment]
-    notes: Mapping[str, Any] | None = None  # type: ignore[assignment]
 
     @property
     def read(self) -> FrontPoint:
-        notes = None if self.notes is None else PlanNotes.read(self.notes, "front.points.notes")
-        stages = tuple(row.stage for row in self.stages)
-        return FrontPoint(**{**vars(self), "stages": stages, "notes": notes})
-
-
-@dataclass(frozen=True)
-class _PlanNotes(PlanNotes):
-    prediction: Mapping[str, Any]  # type: ignore[assignment]
+        return FrontPoint(**{**vars(self), "stages": tuple(row.stage for row in self.stages)})
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def report_facts(
             "--profile FILE -o PLAN, from the FILE that capture profile makes of the model.",
             "report-prediction",
         )
-    stages, calibrated = _stages(plan, plan.prediction), plan.prediction.coverage
+    stages, calibrated = _stages(plan, plan.prediction), plan.prediction.interval_coverage
     front = plan.why.front if plan.why else None
     return ReportFacts(
         plan,
