@@ -21,6 +21,7 @@ from capture.cli.diff import compared
 from capture.cli.options import Asks
 from capture.cli.output import emit, parts_text, saved, say, table, write_files
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
@@ -230,12 +231,9 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     lines = [*plan_lines(plan), moved]
     if not writes:
         return report, lines
-    facts, room = _facts(options, plan), plan.headroom()
-    written = write_files(
-        options,
-        lambda: page(facts, plan_lines(plan), room),
-        lambda: facts.timeline,
-    )
+    facts = _facts(options, plan)
+    html = partial(page(facts, plan_lines(plan)).html, plan.headroom())
+    written = write_files(options, html, lambda: facts.timeline)
     bundles = rows_of(facts)
     return replace(report, bundles=bundles, written=written), [*lines, table(HEADER, bundles)]
 
@@ -279,13 +277,9 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, li
     from capture.report.array import plan_page
 
     asked.refuse_unread(options, "array", "memory", "output")
-    needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
-    written = write_files(options, lambda: plan_page(plan, [heading, *lines], needs.headroom))
-    lines += [str(needs.headroom)] if needs.headroom else []
-    report = PageReport(
-        kind="array", title=heading, summary="\n".join(lines), needs=needs, written=written
+    return shown(
+        options, "array", plan_page(plan, plan_lines(plan)), PlanNeeds.of(plan, options.memory)
     )
-    return report, [heading, *lines]
 
 
 def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:

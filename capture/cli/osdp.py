@@ -17,7 +17,8 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table, write_files
+from capture.cli.output import emit, say, table
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -25,7 +26,7 @@ from capture.machine.target import Target
 from capture.options import options_of, taken
 from capture.plan.sharding import ShardingPlan
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
-from capture.report.sharding import HEADER, decision, operator_rows, page, paragraph, rows, title
+from capture.report.sharding import HEADER, decision, operator_rows, page, paragraph, rows
 from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
 from recommender.plan_report import PlanReport
@@ -158,18 +159,8 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport,
     """Report a sharding plan: as a table, or as the page."""
     asked.refuse_unread(options, "sharding", "memory", "output")
     needs = PlanNeeds.of(plan, options.memory)
-    room = needs.headroom
-    written = write_files(options, lambda: page(plan, room))
-    lines = [title(plan), table(HEADER, rows(plan))] if not written else []
-    found = PageReport(
-        kind="sharding",
-        title=title(plan),
-        summary=paragraph(plan, room),
-        needs=needs,
-        operators=operator_rows(plan),
-        written=written,
-    )
-    return found, [*lines, found.summary]
+    shows, operators = page(plan, needs.headroom), operator_rows(plan)
+    return shown(options, "sharding", shows, needs, summary=shows.lines[0], operators=operators)
 
 
 #: What two plans decide differently, and what each needs.

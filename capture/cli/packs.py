@@ -13,9 +13,10 @@ from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, saved, table, write_files
+from capture.cli.output import emit, saved, table
 from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
@@ -28,7 +29,7 @@ from capture.predictor.pack_step import step_bytes
 from capture.quantities import counted, format_seconds
 from capture.registered import REGISTERED
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
-from capture.report.packs import page, title
+from capture.report.packs import page
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import profile_layers, with_model_hash
@@ -222,18 +223,14 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, li
     asked.refuse_unread(options, "packs", *read)
     from capture.predictor.pack_step import packs_timeline
 
-    needs = PlanNeeds.of(plan, options.memory)
-    lines = prediction_lines(plan)
-    written = write_files(
+    needs, lines = PlanNeeds.of(plan, options.memory), prediction_lines(plan)
+    return shown(
         options,
-        lambda: page(plan, lines, needs.headroom),
+        "packs",
+        page(plan, lines),
+        needs,
         lambda: packs_timeline(plan.tasks(), _profile_of(options, plan), plan.machine),
     )
-    said = [*lines, *([str(needs.headroom)] if needs.headroom else [])]
-    report = PageReport(
-        kind="packs", title=title(plan), summary="\n".join(said), needs=needs, written=written
-    )
-    return report, [pack_table(plan), *said]
 
 
 def _check_source(options: argparse.Namespace) -> None:

@@ -14,8 +14,9 @@ from cells import ASKED, CELLS, STORE, WORKLOAD, Case, installed
 from capture import documents
 from capture.cli import asked, options
 from capture.cli.diff import compared
-from capture.cli.output import emit, saved, table, write_files
+from capture.cli.output import emit, saved, table
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -135,16 +136,12 @@ def rows(plan: ReplicasPlan) -> list[list[str]]:
 
 
 def report(given, plan: ReplicasPlan) -> tuple[PageReport, list[str]]:
-    from capture.report.page import html_table, render
+    from capture.report.page import Page
 
     said, needs = "; ".join(map(": ".join, decided(plan).items())), PlanNeeds.of(plan, given.memory)
-    parts = html_table(HEADER, rows(plan))
-    page = partial(render, "Replicas", said, needs.headroom, parts, [], "Compiled.")
-    written = write_files(given, page)
-    found = PageReport(
-        kind="replicas", title="Replicas", summary=said, needs=needs, written=written
+    return shown(
+        given, "replicas", Page("Replicas", HEADER, rows(plan), [said], "Compiled."), needs
     )
-    return found, [said]
 
 
 def decided(plan: ReplicasPlan) -> dict[str, str]:

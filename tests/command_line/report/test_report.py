@@ -294,7 +294,7 @@ def test_the_command_writes_a_page_and_a_trace(files, facts, capsys):
     assert [stage["headroom_bytes"] for stage in document["stages"]] == [
         facts.headroom.limit_bytes - stage.verified_bytes for stage in facts.stages
     ]
-    assert (files / "report.html").read_text(encoding="utf-8") == page(facts)
+    assert (files / "report.html").read_text(encoding="utf-8") == page(facts).html(facts.headroom)
     events = json.loads((files / "trace.json").read_text())["traceEvents"]
     kinds = [event["cat"] for event in events if event["ph"] == "X"]
     assert (kinds.count("forward"), kinds.count("backward"), kinds.count("update")) == (32, 32, 4)
