@@ -24,7 +24,7 @@ from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.orders import StagePass
-from capture.plan.prediction import Prediction, StepTime
+from capture.plan.prediction import Prediction, StagePrediction, StepTime
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front
@@ -47,34 +47,22 @@ class StageFacts:
     Attributes:
         stage_id: Number in pipeline order.
         stage: Layers, devices, degrees.
-        predicted_bytes: Peak.
-        interval_bytes: (low, high) around it.
+        predicted: Peak with its parts and interval.
         verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
-        instant: Program that runs at the predicted peak.
-        parts: Bytes by category at it; they sum to ``predicted_bytes``.
-        layers: Bytes by category at the peak, per layer of the stage.
         max_in_flight: Most micro-batches whose activations it keeps at once, those for the
             gradients of weights included.
     """
 
     stage_id: int
     stage: Stage
-    predicted_bytes: int
-    interval_bytes: tuple[int, int]
+    predicted: StagePrediction
     verified_bytes: int | None
-    instant: str
-    parts: Mapping[str, int]
-    layers: tuple[Mapping[str, int], ...]
     max_in_flight: int
 
     @property
     def peak_bytes(self) -> int:
         """The peak memory by the best that is known: compiled, else predicted."""
-        return self.predicted_bytes if self.verified_bytes is None else self.verified_bytes
-
-    @property
-    def largest_part(self) -> str:
-        return max(self.parts, key=lambda category: self.parts[category])
+        return self.predicted.peak_bytes if self.verified_bytes is None else self.verified_bytes
 
     @property
     def devices_text(self) -> str:
@@ -123,23 +111,34 @@ class ReportFacts:
 
     Attributes:
         plan: The reported plan.
+        prediction: Its prediction.
         stages: Facts of the stages in pipeline order.
         headroom: Memory that the verified peaks leave, or, if there are none, the predicted; None
             where nobody says how much memory there is.
-        coverage: Calibrated probability of the predicted intervals; None if they were not
-            calibrated.
-        source: Backend, target and versions of the measurements, as the prediction has them.
         schedule: The step.
-        front: Front of the search (``plan.why``); None if it made none.
     """
 
     plan: Plan
+    prediction: Prediction
     stages: tuple[StageFacts, ...]
     headroom: Headroom | None
-    coverage: float | None
-    source: Mapping[str, Any]
     schedule: ScheduleFacts
-    front: Front | None
+
+    @property
+    def front(self) -> Front | None:
+        """The front of the search; None if it made none."""
+        front = None if self.plan.why is None else self.plan.why.front
+        return front if front and front.points else None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit per device; None where nobody says."""
+        return None if self.headroom is None else self.headroom.limit_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        """The upper end of the highest interval of a prediction."""
+        return max(stage.predicted.interval_bytes[1] for stage in self.stages)
 
     @property
     def fullest(self) -> StageFacts:
@@ -163,18 +162,18 @@ class ReportFacts:
 
     def rows(self) -> dict[str, Any]:
         """Return stages, schedule and front as plain data."""
-        limit = None if self.headroom is None else self.headroom.limit_bytes
+        limit = self.limit_bytes
         return {
             "stages": [
                 {
                     "stage_id": stage.stage_id,
                     **stage.stage.to_json(),
-                    "predicted_peak_bytes": stage.predicted_bytes,
-                    "interval_bytes": list(stage.interval_bytes),
+                    "predicted_peak_bytes": stage.predicted.peak_bytes,
+                    "interval_bytes": list(stage.predicted.interval_bytes),
                     "verified_peak_bytes": stage.verified_bytes,
                     "headroom_bytes": None if limit is None else limit - stage.peak_bytes,
-                    "instant": stage.instant,
-                    "parts_bytes": dict(stage.parts),
+                    "instant": stage.predicted.instant,
+                    "parts_bytes": dict(stage.predicted.parts_bytes),
                     "max_in_flight": stage.max_in_flight,
                     "waits_fraction": waits,
                 }
@@ -218,17 +217,8 @@ def report_facts(
             "--profile FILE -o PLAN, from the FILE that capture profile makes of the model.",
             "report-prediction",
         )
-    stages, calibrated = _stages(plan, plan.prediction), plan.prediction.interval_coverage
-    front = plan.why.front if plan.why else None
-    return ReportFacts(
-        plan,
-        stages,
-        plan.headroom(memory_limit_bytes),
-        calibrated,
-        plan.prediction.source,
-        schedule_facts(plan, profile),
-        front if front and front.points else None,
-    )
+    found, room = _stages(plan, plan.prediction), plan.headroom(memory_limit_bytes)
+    return ReportFacts(plan, plan.prediction, found, room, schedule_facts(plan, profile))
 
 
 def is_extrapolated(plan: Plan) -> bool:
@@ -349,19 +339,9 @@ def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
     for s, (stage, note) in enumerate(zip(plan.stages, predicted.stages, strict=True)):
         path = f"prediction.stages[{s}].layers_bytes"
         _check_length(note.layers_bytes, stage.num_layers, path, ", one per layer")
-        found.append(
-            StageFacts(
-                s,
-                stage,
-                note.peak_bytes,
-                note.interval_bytes,
-                None if verified is None else max(verified[device] for device in stage.devices),
-                note.instant,
-                note.parts_bytes,
-                note.layers_bytes,
-                max(o.num_kept + o.num_deferred for o in plan.schedule_table.occupancies[s]),
-            )
-        )
+        peak = None if verified is None else max(verified[device] for device in stage.devices)
+        in_flight = max(o.num_kept + o.num_deferred for o in plan.schedule_table.occupancies[s])
+        found.append(StageFacts(s, stage, note, peak, in_flight))
     return tuple(found)
 
 

@@ -62,6 +62,20 @@ def lanes(names: Sequence[str]) -> dict[str, Any]:
     return {"names": list(enumerate(names)), "range": ends, "showgrid": False}
 
 
+def stacked(names: Sequence[str], parts: Sequence[Mapping[str, int]], unit: Unit) -> list[Trace]:
+    """Return a bar of bytes per name, divided by category."""
+    return [
+        bars(
+            category,
+            names,
+            [of.get(category, 0) / unit.scale for of in parts],
+            said=[f"{category}: {format_bytes(of.get(category, 0))}" for of in parts],
+            marker=edged(category_color(category)),
+        )
+        for category in in_order([category for of in parts for category in of])
+    ]
+
+
 def at_peak(
     title: str,
     caption: str,
@@ -69,19 +83,10 @@ def at_peak(
     parts: Sequence[Mapping[str, int]],
     **axes: object,
 ) -> Figure:
-    """Return the figure of who holds a peak: a bar of bytes per name, divided by category."""
+    """Return the figure of who holds a peak, by name and category."""
     unit = bytes_unit(max(1, *(sum(of.values()) for of in parts)))
-    traces = [
-        bars(
-            category,
-            names,
-            [of.get(category, 0) / unit.scale for of in parts],
-            marker={"color": category_color(category)},
-        )
-        for category in in_order([category for of in parts for category in of])
-    ]
     layout = {"stacked": True, "yaxis": {"title": unit.name}, **axes}
-    return Figure("at_peak", title, caption, traces, layout)
+    return Figure("at_peak", title, caption, stacked(names, parts, unit), layout)
 
 
 def edged(color: str, width: float = 0.5) -> dict[str, Any]:

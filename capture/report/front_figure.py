@@ -25,7 +25,7 @@ def front(facts: ReportFacts) -> Figure:
     points, step, bounds = facts.front.points, facts.schedule.step_seconds, _bounds(facts)
     unit = bytes_unit(max(point.peak_bytes for point in points))
     clock = seconds_unit(max(point.step_seconds for point in points))
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    limit = facts.limit_bytes
     peaks = [point.peak_bytes / unit.scale for point in points]
     seconds = [point.step_seconds / clock.scale for point in points]
     line = limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points))

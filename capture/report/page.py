@@ -114,7 +114,7 @@ def page(facts: ReportFacts, costs: Sequence[str] = ()) -> Page:
 
 def _footer(facts: ReportFacts) -> str:
     """Return the line about the sources of the numbers."""
-    known = facts.source
+    known = facts.prediction.source
     parts = [
         f"{name} {known[name]}"
         for name in ("backend", "target", "predictor", "jax", "jaxlib", "date")

@@ -67,7 +67,7 @@ def _sure(facts: ReportFacts) -> list[str]:
     if facts.verified:
         error = max(
             (
-                stage.predicted_bytes / stage.peak_bytes - 1
+                stage.predicted.peak_bytes / stage.peak_bytes - 1
                 for stage in facts.stages
                 if stage.peak_bytes
             ),
@@ -76,7 +76,7 @@ def _sure(facts: ReportFacts) -> list[str]:
         )
         off = f"; the prediction was off by at most {abs(error):.2%}" * (abs(error) >= 5e-5)
         return [f"Every stage was compiled, so the peaks are exact{off}."]
-    high = max(stage.interval_bytes[1] for stage in facts.stages)
+    high = facts.high_bytes
     end = f"The upper end of the intervals is {format_bytes(high)}"
     if facts.headroom is not None:
         spare = facts.headroom.limit_bytes - high
@@ -90,24 +90,25 @@ def _sure(facts: ReportFacts) -> list[str]:
             f"{end}; degrees or the micro-batch size were not profiled: verify the plan to be "
             "sure (capture verify)."
         ]
-    if facts.coverage is None:
+    if facts.prediction.interval_coverage is None:
         return [
             f"{end}; the intervals are not calibrated. Verify the plan to be sure (capture verify)."
         ]
     return [
         f"{end}; a device stays within its interval with a calibrated probability of "
-        f"{facts.coverage:.0%}."
+        f"{facts.prediction.interval_coverage:.0%}."
     ]
 
 
 def _memory(facts: ReportFacts) -> list[str]:
     stage = facts.fullest
     passes = {"forward": "forward pass", "backward": "backward pass", "update": "update"}
-    largest, when = stage.largest_part, passes.get(stage.instant, "")
+    parts = stage.predicted.parts_bytes
+    largest, when = max(parts, key=parts.__getitem__), passes.get(stage.predicted.instant, "")
     when = when and f" during the {when}"
     text = (
         f"The bottleneck of memory is stage {stage.stage_id} (layers {stage.layers_text}): "
-        f"{format_bytes(stage.parts[largest])} "
+        f"{format_bytes(parts[largest])} "
         f"{'of the predicted peak' if facts.verified else 'of it'} are {largest}{when}"
     )
     if largest == "activations":
@@ -161,7 +162,7 @@ HEADER = (
 
 def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
     """Return the table under ``HEADER``, a row per stage; a dash where nothing is known."""
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    limit = facts.limit_bytes
     return [
         (
             str(stage.stage_id),
@@ -169,7 +170,7 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
             stage.devices_text,
             f"{stage.stage.choice.replicas_text} x {stage.stage.choice.tensor_parallel}",
             stage.stage.remat_text,
-            format_bytes(stage.predicted_bytes),
+            format_bytes(stage.predicted.peak_bytes),
             "-" if stage.verified_bytes is None else format_bytes(stage.verified_bytes),
             "-" if limit is None else signed_bytes(limit - stage.peak_bytes),
             f"{waits:.0%}",
