@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from capture.documents import fields_of
+from capture.documents import write
 from capture.plan.headroom import Peaks
 
 
@@ -74,8 +74,14 @@ class Prediction:
         )
 
     def to_json(self) -> dict[str, Any]:
-        names = ("peak_bytes_per_device", "interval_bytes_per_device", "interval_coverage")
-        return fields_of(self, *names, "extrapolated", "source", "stages")
+        return {
+            "peak_bytes_per_device": list(self.peak_bytes_per_device),
+            "interval_bytes_per_device": write(self.interval_bytes_per_device),
+            "interval_coverage": self.interval_coverage,
+            "extrapolated": self.extrapolated,
+            "source": dict(self.source),
+            "stages": write(self.stages),
+        }
 
 
 @dataclass(frozen=True)

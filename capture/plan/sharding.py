@@ -1,25 +1,8 @@
 """What a search of OSDP decides, in plain data: the contract between the searches and the step
 that is built of it.
 
-A plan is JSON:
-
-    schema_version            2
-    kind                      "sharding"; schema 1 has no kind, no workload, hash, cluster and costs
-    workload, model_hash, cluster
-                              as in a plan of stages
-    batch_size                examples per device
-    step_seconds, peak_bytes, examples_per_second
-    compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
-                              that was not compiled
-    interval_bytes            low and high: what the step may compile to, by what others did; left
-                              out of a plan that was compiled, and of earlier versions
-    remat                     whether the backward pass computes every operator again from its
-                              inputs
-    smallest_bytes            of a parameter that is sharded
-    look_ahead                whether the forward pass may gather parameters while the operator
-                              before them runs
-    operators                 in program order: name, mode (num_slices, num_sharded, group_size),
-                              params (names of its parameter leaves), cost (see ``OperatorCost``)
+Its JSON has the fields of the classes below, ``operators`` a row per operator in program order;
+schema 1 has no kind, workload, hash, cluster and costs.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ _NOTES: Mapping[str, type[Prediction | Why | Verified | StepTime]] = {
 }
 
 
-def _note(data: Any, name: str) -> object:
+def _note(data: object, name: str) -> object:
     """Read a note on a plan (``_NOTES``) from its file; fields that are not known are ignored."""
     try:
         if data is None:
@@ -346,7 +346,7 @@ def _placed(stage: Stage) -> tuple[object, ...]:
 
 def _device_violations(plan: Plan) -> Iterator[Violation]:
     stages, cluster = plan.stages, plan.cluster
-    kind, wrong, user = SCHEDULES.get(plan.schedule), list[str](), dict[int, int]()
+    kind, user, is_wrong = SCHEDULES.get(plan.schedule), dict[int, int](), False
     placement: Sequence[int] = range(len(stages))
     if kind is not None and len(stages) % kind.stages_per_group == 0:
         placement = kind.placement(len(stages) // kind.stages_per_group)
@@ -355,18 +355,25 @@ def _device_violations(plan: Plan) -> Iterator[Violation]:
             continue  # on the devices of another stage, by the rule of the schedule
         for device in stage.devices:
             if not 0 <= device < cluster.num_devices:
-                last = cluster.num_devices - 1
-                wrong.append(
-                    f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to {last}."
+                is_wrong = True
+                yield Violation(
+                    f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to "
+                    f"{cluster.num_devices - 1}.",
+                    "plan-devices",
                 )
-            elif (other := user.get(device)) is not None:
-                wrong.append(
-                    f"device {device} is used by stage {other} and stage {s}; once is allowed."
+            elif device in user:
+                is_wrong = True
+                yield Violation(
+                    f"device {device} is used by stage {user[device]} and stage {s}; once is "
+                    "allowed.",
+                    "plan-devices",
                 )
             else:
                 user[device] = s
     idle = sorted(set(range(cluster.num_devices)) - set(user))
-    if idle and not wrong:
-        where = f"devices {idle} of the cluster {cluster}"
-        wrong.append(f"{where} are not used; every device must hold a stage.")
-    yield from (Violation(each, "plan-devices") for each in wrong)
+    if idle and not is_wrong:
+        yield Violation(
+            f"devices {idle} of the cluster {cluster} are not used; every device must hold a "
+            "stage.",
+            "plan-devices",
+        )

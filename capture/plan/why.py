@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -314,7 +313,7 @@ class Why:
         return f"{said} {trail}".lstrip()
 
     @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> Why:
+    def read(cls, data: object, path: str = "") -> Why:
         """Read the reason that ``to_json`` wrote.
 
         Raises:
