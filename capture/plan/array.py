@@ -237,8 +237,6 @@ class ArrayPlan(PlanFile):
         why, candidates: What the search says of its choice, and the others that it weighed.
         named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
             empty for a plan that a program makes.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``array-models`` for none,
@@ -267,15 +265,12 @@ class ArrayPlan(PlanFile):
     memory_limit_bytes: int | None = None
     remat: Remat | None = None
     num_layers: int = 0
-    model_hash: str = ""
-    workload: WorkloadSpec | None = None
     tasks: tuple[ArrayTask, ...] = ()
     prediction: ArrayPrediction | None = field(default=None, compare=False)
     seconds_from: str = field(default="", compare=False)
     saturation: tuple[Saturation, ...] = field(default=(), compare=False)
     why: Why | None = field(default=None, compare=False)
     candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
     named_by: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:

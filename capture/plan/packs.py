@@ -15,7 +15,6 @@ from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
-from capture.model.workload import WorkloadSpec
 from capture.plan.choices import Remat, layer_remat_violations
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
@@ -161,13 +160,10 @@ class PacksPlan(PlanFile):
             (``"full"``, ``"dots"``, or a policy of an installed package); None keeps all of a
             pack's, and is left out.
         model: Name of the layer profile.
-        model_hash: Content hash of the traced loss; empty if never traced.
         workload: The workload by name; None if no more than a layer profile is known.
         cluster: Cluster of the workload's target; None likewise.
         prediction: What a step is estimated to need.
         why, points: What the search says of its choice, and the best that it evaluated.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
@@ -192,15 +188,12 @@ class PacksPlan(PlanFile):
     configuration: Configuration
     switches: Switches = ALL_ON
     model: str = ""
-    model_hash: str = ""
-    workload: WorkloadSpec | None = None
-    cluster: Cluster | None = None
+    cluster: Cluster | None = field(default=None, kw_only=True)
     prediction: PacksPrediction | None = field(default=None, compare=False)
     why: Why | None = field(default=None, compare=False)
     points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     swaps: Swaps = AS_THEY_ARE
     remat: Remat | None = None
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())

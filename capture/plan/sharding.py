@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.quantities import format_bytes
@@ -149,12 +148,8 @@ class ShardingPlan(PlanFile):
             not asked.
         interval_bytes: (low, high) that ``peak_bytes`` may compile to, by what steps of other
             models did; None where nobody said.
-        workload: The workload by name; None for a plan made from Python objects.
-        model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: Cost of each operator; empty likewise.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
     """
 
     FORMAT = SHARDING_PLAN
@@ -177,11 +172,8 @@ class ShardingPlan(PlanFile):
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
     interval_bytes: tuple[int, int] | None = None
-    workload: WorkloadSpec | None = None
-    model_hash: str = ""
-    cluster: Cluster | None = None
+    cluster: Cluster | None = field(default=None, kw_only=True)
     costs: tuple[OperatorCost, ...] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def step_examples(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_TEXT, is_remat
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
@@ -57,13 +56,10 @@ class Plan(PlanFile):
         tensor_parallel_rule: How parameters are split: ``"auto"`` or ``"largest"``.
         model_hash: Content hash of the traced program at the plan's micro-batch size; empty if
             never traced.
-        workload: The workload by name; None for a plan made from Python objects.
         prediction: Predicted bytes per device with their parts, if predicted.
         why: The search's reasons for its choice, if searched.
         verification: Peaks of the plan's own stages by the target's compiler, if verified.
         time: A step as it was simulated when the plan was made, where the target has rates.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
@@ -88,13 +84,10 @@ class Plan(PlanFile):
     schedule: str = "1f1b"
     auto_layers: bool = False
     tensor_parallel_rule: TensorParallelRule = "auto"
-    model_hash: str = ""
-    workload: WorkloadSpec | None = None
     prediction: Prediction | None = field(default=None, compare=False)
     why: Why | None = field(default=None, compare=False)
     verification: Verified | None = field(default=None, compare=False)
     time: StepTime | None = field(default=None, compare=False)
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "stages", tuple(self.stages))

@@ -156,10 +156,10 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         configuration,
         question.switches,
         question.profile.name,
-        question.profile.model_hashes.get(configuration.backward.microbatch_size, ""),
-        question.profile.workload,
-        question.cluster,
         prediction,
+        model_hash=question.profile.model_hashes.get(configuration.backward.microbatch_size, ""),
+        workload=question.profile.workload,
+        cluster=question.cluster,
         swaps=question.swaps,
         remat=question.profile.made.get("remat"),
     )
