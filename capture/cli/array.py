@@ -19,7 +19,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, parts_text, saved, say, table, write_files
+from capture.cli.output import answered, parts_text, say, table, write_files
 from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
@@ -36,7 +36,6 @@ from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, SubArrayKind, WrittenWay
 from recommender.mutwo.search import ArrayResult
-from recommender.plan_report import PlanReport
 
 if TYPE_CHECKING:
     from capture.report.array import ArrayFacts
@@ -173,18 +172,13 @@ def plan(options: argparse.Namespace) -> int:
         **asked.told(options),
     ) as profiles:
         answer = noted(options, plan_array(question, profiles=profiles))
-    lines = [f"{answer.status}: {answer.why.summary}"]
-    lines.append(_ways(answer.proof))
+    lines = [f"{answer.status}: {answer.why.summary}", _ways(answer.proof)]
     if answer.plan is not None:
-        lines += plan_lines(answer.plan)
-        lines += [str(answer.headroom)] if answer.headroom else []
-    if answer.status == "ok" and answer.plan is not None:
-        lines.append(saved(options, answer, counted(answer.proof.num_evaluated, "simulation")))
-        for one in named.values():  # planned with, as the one that the command names
-            remember(one.location, one.function)
-    report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
-    emit(options, report, *lines)
-    return 0 if answer.status == "ok" else 1
+        lines += [*plan_lines(answer.plan), *([str(answer.headroom)] if answer.headroom else [])]
+        for one in named.values() if answer.status == "ok" else ():
+            remember(one.location, one.function)  # planned with, as the one that the command names
+    took, beside = counted(answer.proof.num_evaluated, "simulation"), answer.proof.baselines
+    return answered(options, "array", answer, lines, took, baselines=beside)
 
 
 def _ways(proof: ArrayResult) -> str:

@@ -17,7 +17,8 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import emit, say, table
+from capture.cli.output import answered, say, table
+from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError
@@ -29,7 +30,6 @@ from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNee
 from capture.report.sharding import HEADER, decision, operator_rows, page, paragraph, rows
 from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
-from recommender.plan_report import PlanReport
 
 SYSTEM = "osdp"
 #: What it reads.
@@ -92,13 +92,9 @@ def plan(options: argparse.Namespace) -> int:
     warnings = split_warnings(question.workload, size, "examples of a device")
     lines = [str(result)]
     if result.plan is not None:
-        found = replace(result.plan, workload=spec, asked=options.asked)
-        found.save(options.output)
-        lines = [table(HEADER, rows(found)), str(result), f"plan -> {options.output}"]
-        result = replace(result, plan=found)
-    report = PlanReport.of("sharding", result, warnings=warnings)
-    emit(options, report, *lines)
-    return 0 if result.plan is not None else 1
+        lines.insert(0, table(HEADER, rows(result.plan)))
+        result = noted(options, replace(result, plan=replace(result.plan, workload=spec)))
+    return answered(options, "sharding", result, lines, warnings=warnings)
 
 
 def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:

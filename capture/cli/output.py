@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,6 +165,30 @@ def saved(options: argparse.Namespace, answer: Answer[Any, Any], *took: str, how
     answer.plan.save(options.output)
     took = (answer.proof.algorithm, *took, format_seconds(answer.proof.seconds))
     return f"plan -> {options.output} ({how}search: {', '.join(took)})"
+
+
+def answered(
+    options: argparse.Namespace,
+    kind: str,
+    answer: Answer[Any, Any],
+    lines: Iterable[str],
+    *took: str,
+    **beside: object,
+) -> int:
+    """Save an answer's plan if it fits, print the answer, and return the exit code.
+
+    Args:
+        options: Options that say where the plan goes.
+        kind: Kind of the plan.
+        answer: With a plan or without.
+        lines: The answer in lines for people.
+        *took: What the search took, in words.
+        **beside: What the answer does not know of its report.
+    """
+    is_ok = answer.status == "ok" and answer.plan is not None
+    where = [saved(options, answer, *took)] if is_ok else []
+    emit(options, PlanReport.of(kind, answer, **beside), *lines, *where)
+    return 0 if is_ok else 1
 
 
 def parts_text(parts: Mapping[str, int]) -> str:

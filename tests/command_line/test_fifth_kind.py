@@ -14,7 +14,7 @@ from cells import ASKED, CELLS, STORE, WORKLOAD, Case, installed
 from capture import documents
 from capture.cli import asked, options
 from capture.cli.diff import compared
-from capture.cli.output import emit, saved, table
+from capture.cli.output import answered, table
 from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
@@ -32,7 +32,6 @@ from capture.quantities import counted, format_bytes
 from capture.registered import Registered
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
 from recommender.answer import Answer
-from recommender.plan_report import PlanReport
 
 HERE, HEADER = "test_fifth_kind", ["at the peak", "bytes"]
 
@@ -112,9 +111,7 @@ def answer(given) -> int:
     status = "ok" if room is None or room.verdict == "fits" else "infeasible"
     why = Why(f"{counted(len(tried), 'number')} of passes compiled")
     found = noted(given, Answer(status, plan, Tried(tried), why, room))
-    lines = [saved(given, found)] if status == "ok" else [f"infeasible: {why.summary}"]
-    emit(given, PlanReport.of("replicas", found), *lines)
-    return 0 if status == "ok" else 1
+    return answered(given, "replicas", found, [f"{status}: {why.summary}"])
 
 
 def verify(given, plan: ReplicasPlan) -> tuple[VerifyReport, ReplicasPlan]:
