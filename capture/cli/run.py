@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from capture import environment
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    _refuse_unread(options)
+    PlanError.check(_unread(options))
     if options.ray is None and options.hosts != "none":  # which may see other folders
         check_folders(
             options.save,
@@ -111,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, plan: PlanFile) -> int:
-    """Execute a plan of any kind, here or on several hosts."""
+    """Execute a plan of any kind, in this process or on several hosts."""
     if plan.memory_fraction is not None:
         environment.prepare_device_memory(plan.memory_fraction)
     if plan.cluster is not None:
@@ -121,16 +122,11 @@ def _run(options: argparse.Namespace, plan: PlanFile) -> int:
     if plan.host_memory_bytes:
         environment.prepare_host_memory(plan.host_memory_bytes)
     environment.prepare(num_devices=plan.num_devices)
-    return _trained(options, plan)
-
-
-def _trained(options: argparse.Namespace, plan: PlanFile) -> int:
-    """Train by a plan, in this process."""
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
     from capture.runtime.training import train
 
     training = Training(**_training(options))
-    document = train(plan, spec.load(), training, lambda text: say(options, text))
+    document = train(plan, spec.load(), training, partial(say, options))
     return finish(options, document, plan.model_names)
 
 
@@ -150,7 +146,11 @@ def finish(
 def _over_hosts(options: argparse.Namespace, plan: PlanFile) -> int:
     kind_of(plan).check("several hosts", "--ray" if options.hosts is None else "--hosts")
     spec, training = asked.workload_of(options, plan), _training(options)
-    restarts, report = _restarts(options, plan), lambda text: say(options, text)
+    most = options.max_restarts
+    if most is None:
+        most = 0 if options.save_every is None else 3
+    restarts = Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
+    report = partial(say, options)
     silent = SILENT_SECONDS if options.heartbeat is None else options.heartbeat
     if options.hosts != "none":
         document = (
@@ -183,74 +183,49 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:
     return taken(Training, vars(options)) | {"trace": options.trace is not None}
 
 
-def _restarts(options: argparse.Namespace, plan: PlanFile) -> Restarts:
-    most = options.max_restarts
-    if most is None:
-        most = 0 if options.save_every is None else 3
-    return Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
-
-
-def _refuse_unread(options: argparse.Namespace) -> None:
-    """Refuse options that only other runs read.
-
-    Raises:
-        PlanError: ``run-restarts`` where nothing is started again, ``run-ray`` for what does not go
-            with Ray or only with it, ``run-transport`` in one process.
-    """
+def _unread(options: argparse.Namespace) -> Iterator[Violation]:
+    """Yield a violation per option that only other runs read."""
     starts = options.hosts == "local" or options.ray is not None
     of_driver = {
         "--max-restarts": (options.max_restarts, starts),
         "--heartbeat": (options.heartbeat, starts),
         "--on-loss": (options.on_loss, options.hosts == "local"),
     }
-    violations = [
-        Violation(
-            f"{name} {value}: only --hosts local{'' if name == '--on-loss' else ' and --ray'} "
-            "starts processes and watches them; elsewhere your scheduler does. Leave it out.",
-            "run-restarts",
-        )
-        for name, (value, is_read) in of_driver.items()
-        if value is not None and not is_read
-    ]
-    if bool(options.profile) != bool(options.on_loss):
-        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
-        violations.append(
-            Violation(
-                f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
-                f"else; give both --on-loss {REPLAN} and --profile FILE.",
+    for name, (value, is_read) in of_driver.items():
+        if value is not None and not is_read:
+            yield Violation(
+                f"{name} {value}: only --hosts local{'' if name == '--on-loss' else ' and --ray'} "
+                "starts processes and watches them; elsewhere your scheduler does. Leave it out.",
                 "run-restarts",
             )
+    if bool(options.profile) != bool(options.on_loss):
+        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
+        yield Violation(
+            f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
+            f"else; give both --on-loss {REPLAN} and --profile FILE.",
+            "run-restarts",
         )
     if options.ray is not None and options.hosts is not None:
-        violations.append(
-            Violation(
-                f"--ray {options.ray} has Ray start the processes, and --hosts {options.hosts} "
-                "does not; give one of them.",
-                "run-ray",
-            )
+        yield Violation(
+            f"--ray {options.ray} has Ray start the processes, and --hosts {options.hosts} does "
+            "not; give one of them.",
+            "run-ray",
         )
     if options.transport is not None and options.hosts is None and options.ray is None:
-        violations.append(
-            Violation(
-                f"--transport {options.transport} is of several hosts; add --hosts or --ray.",
-                "run-transport",
-            )
+        yield Violation(
+            f"--transport {options.transport} is of several hosts; add --hosts or --ray.",
+            "run-transport",
         )
     if options.ray is None and options.accelerator is not None:
-        violations.append(
-            Violation(
-                f"--accelerator {options.accelerator} is of a Ray cluster; add --ray.", "run-ray"
-            )
+        yield Violation(
+            f"--accelerator {options.accelerator} is of a Ray cluster; add --ray.", "run-ray"
         )
-    PlanError.check(violations)
 
 
 def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
     """Return a table of devices and the losses; of several models, each with what is set for it."""
-    predicted, measured = (
-        document["predicted_peak_bytes_per_device"],
-        document["measured_peak_bytes_per_device"] or [],
-    )
+    predicted = document["predicted_peak_bytes_per_device"]
+    measured = document["measured_peak_bytes_per_device"] or []
     compared = error_fractions(predicted, measured) if document["is_target"] and measured else None
     rows = [
         [
@@ -266,10 +241,7 @@ def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
         host_of = [h for h, host in enumerate(hosts) for _ in range(host["num_devices"])]
         header = ["host", *header]
         rows = [[host_of[d], *row] for d, row in enumerate(rows)]
-    lines = [
-        table(header, rows),
-        f"measured by {document['meter']}",
-    ]
+    lines = [table(header, rows), f"measured by {document['meter']}"]
     if offered := max(document["offered_peak_bytes_per_device"] or [0]):
         lines.append(
             f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
