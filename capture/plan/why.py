@@ -290,16 +290,10 @@ class Why:
     uncompiled: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        names: tuple[str, ...] = ("bottleneck_stage", "bottleneck_category", "num_choices")
-        written: dict[str, Any] = {"summary": self.summary}
-        if self.code is not None:
-            names = ("least_state_bytes",)
-            missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id")
-            written = {"code": self.code, **written, **{n: getattr(self, n) for n in missing}}
-        for name in (*names, "front", "verified", "proven", "uncompiled"):
-            if getattr(self, name) is not None:
-                written[name] = documents.write(getattr(self, name))
-        return written
+        """Return the fields that are known; of a limit that is missed, what is not as well."""
+        missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id") * (self.code is not None)
+        written = documents.fields_of(self)
+        return {n: v for n, v in written.items() if v is not None or n in missing}
 
     @property
     def found(self) -> str:
