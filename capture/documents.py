@@ -332,8 +332,7 @@ def _wrong_fields(value: object, kind: type, path: str, strict: bool) -> Iterato
 
 
 def _meant(key: str, hints: Mapping[str, object]) -> str:
-    """Return where a name that is no field belongs, or what it is like, as the end of a
-    sentence."""
+    """Return the end of a sentence: where a name that is no field belongs, or what it is like."""
     for name, hint in hints.items():
         items = [kind for kind in get_args(hint) if is_dataclass(kind)]
         if any(key == field.name for kind in items for field in fields(kind)):

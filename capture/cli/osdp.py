@@ -98,12 +98,7 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
-    """Return the examples per device, where an option says how many.
-
-    Raises:
-        PlanError: ``osdp-plan-batch`` for both numbers, or for examples that the devices cannot
-            share equally.
-    """
+    """Return the examples per device, where an option says how many."""
     batch: int | None = options.batch
     if options.global_batch is None:
         return batch

@@ -112,8 +112,7 @@ def plan(options: argparse.Namespace) -> int:
 def _answer(
     options: argparse.Namespace, question: PacksQuestion, measured: LayersQuestion | None
 ) -> PacksAnswer:
-    """Search packs and return the answer; from a workload, with packs that are compiled for the
-    target."""
+    """Search packs; from a workload, with packs that are compiled for the target."""
     if measured is None:
         return harmony(question)
     uncompiled = "--no-verify" if options.no_verify else None
@@ -228,11 +227,8 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, li
 
 
 def _check_source(options: argparse.Namespace) -> None:
-    """Refuse a workload and a layer profile together, or neither of them, and options of the other.
-
-    Raises:
-        PlanError: ``plan-system``.
-    """
+    """Refuse a workload and a layer profile together, or neither of them, and options of the
+    other."""
     if (options.layers is None) == (options.workload is None):
         raise PlanError.of(
             "--system harmony plans for a workload, or from its layer profile: give WORKLOAD or "
@@ -327,8 +323,7 @@ def _step_lines(plan: PacksPlan) -> list[str]:
 
 
 def _memory_lines(plan: PacksPlan) -> list[str]:
-    """Return the lines of what a device and the host hold at their peaks, and by what that is
-    known."""
+    """Return what a device and the host hold at their peaks, and by what that is known."""
     assert plan.prediction is not None and plan.prediction.step is not None, "predicted"
     alone, memory = plan.prediction.step, plan.prediction.compiled or plan.prediction.step
     known = "from layers alone: an upper bound; capture verify compiles the packs"

@@ -65,11 +65,7 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
 
 
 def _check_model(profile: Profile, question: ProfileQuestion, files: str) -> None:
-    """Refuse a profile of another model, or one that is split otherwise.
-
-    Raises:
-        ProfileError: ``profile-other-model``, ``profile-choice``.
-    """
+    """Refuse a profile of another model, or one that is split otherwise."""
     named = question.spec
     assert named is not None, "the command line names workloads"
     # A file may have moved with its profile.
@@ -100,11 +96,7 @@ def _check_model(profile: Profile, question: ProfileQuestion, files: str) -> Non
 
 
 def _check_splits(profile: Profile, question: ProfileQuestion, files: str) -> None:
-    """Refuse a profile without the splits that are asked for.
-
-    Raises:
-        ProfileError: ``profile-choice``.
-    """
+    """Refuse a profile without the splits that are asked for."""
     for option, over, split in (
         ("shard_params", "data_parallel", "parameters over replicas"),
         ("sequence_parallel", "tensor_parallel", "activations along the sequence"),

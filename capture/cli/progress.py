@@ -204,8 +204,7 @@ class SearchProgress:
 
     @property
     def _left(self) -> str:
-        """The number of stages that are traced or compiled of those asked for, in words; empty
-        where nothing is left."""
+        """The stages that are traced or compiled of those asked for, in words; empty for all."""
         (known, kinds), (done, total) = self._kinds, self._counts
         if known < kinds:
             return f"{known} of {_counted(kinds, _WORDS[BOUNDS][1])} known"

@@ -296,8 +296,7 @@ def _beside(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _errors(document: dict[str, Any]) -> list[str]:
-    """Return lines with the largest errors beside one device, where that was asked for, and what
-    roundings do not explain."""
+    """Return the largest errors beside one device, and what roundings do not explain."""
     errors = [
         f"{what} {error:.1e}" + ("" if worst is None else f" ({worst})")
         for what, error, worst in (

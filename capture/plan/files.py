@@ -61,8 +61,7 @@ class ClusterRow:
 
 @cache
 def _document(kind: Any) -> type[Any]:
-    """Return the dataclass of what files of a kind of plan have, what is alike for every kind
-    first."""
+    """Return the dataclass of what files of a kind of plan have, what all have first."""
     hints, known = get_type_hints(kind), {row.name: row for row in fields(kind)}
     hints["cluster"] = ClusterRow if hints["cluster"] is Cluster else ClusterRow | None
     hints |= kind.IN_FILES

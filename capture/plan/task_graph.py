@@ -417,8 +417,7 @@ class _Binder:
         )
 
     def _id(self, station: int, group: int) -> int:
-        """Return the id of the task at a station for the same micro-batch group; where that has no
-        task of its own, of its first."""
+        """Return the id of the task of a group at a station, or of the station's first."""
         return self._ids[station, group] if (station, group) in self._ids else self._ids[station, 0]
 
     def _message(self, station: int, group: int) -> Channel:

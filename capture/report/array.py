@@ -105,8 +105,7 @@ _At = dict[tuple[int, int], float]
 
 
 def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
-    """Return, by sub-array and segment, when the segment ends, when it begins, and the seconds of
-    what is recomputed before it."""
+    """Return, by sub-array and segment, its end and begin and the seconds of recomputing before."""
     runs = facts.steps.body.runs
     simulation = facts.timeline.simulation
     items = [

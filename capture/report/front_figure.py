@@ -123,8 +123,7 @@ def _front_words(facts: ReportFacts) -> str:
 
 
 def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """Return how values are placed along an axis, and the axis: logarithmic where they lie far
-    apart."""
+    """Return how values are placed along an axis, logarithmic if far apart, and the axis."""
     low, high = min(values), max(values)
     if low <= 0 or high < LOG_RATIO * low:
         return lambda value: value, {"title": title}

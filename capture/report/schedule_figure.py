@@ -56,8 +56,7 @@ Row = tuple[int, Work, float, float]
 
 
 def _rows(facts: ScheduleFacts) -> list[Row]:
-    """Return the programs that take time on the compute streams and the transfers that leave a
-    stage."""
+    """Return the programs of compute streams and the transfers that leave a stage."""
     row_of = {lane: row for row, lane in enumerate(facts.lanes)}
     stage_of = {compute_stream(lane): row for lane, row in row_of.items()}
     found = []

@@ -93,8 +93,7 @@ def _totals_of(plan: ShardingPlan) -> list[list[str]]:
 
 
 def _held_bytes(cost: OperatorCost | None) -> float:
-    """Return the bytes that an operator holds at the peak, or at any time where the peak was not
-    looked at."""
+    """Return an operator's bytes at the peak, or at any time if that was not looked at."""
     if cost is None:
         return 0.0
     return sum(cost.at_peak.values()) if cost.at_peak else cost.resident_bytes

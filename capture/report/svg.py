@@ -67,12 +67,7 @@ class Axis:
 
 
 class _Chart:
-    """The drawing of one figure.
-
-    Args:
-        traces, layout: Traces and layout of the drawing.
-        height: Height in pixels.
-    """
+    """The drawing of one figure, in pixels."""
 
     def __init__(self, traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int):
         self._traces, self._layout, self._height = traces, layout, height
