@@ -221,12 +221,6 @@ def report_facts(
     return ReportFacts(plan, plan.prediction, found, room, schedule_facts(plan, profile))
 
 
-def is_extrapolated(plan: Plan) -> bool:
-    """Tell whether the plan's prediction is of degrees or a micro-batch size that were not
-    profiled."""
-    return plan.prediction is not None and plan.prediction.extrapolated
-
-
 def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     """Simulate the step with what the profile knows; one without compiled windows (executed runs
     alone) counts as none.
@@ -240,7 +234,7 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     """
     if profile is None or not profile.measurements:
         return _clocks(plan) if plan.time is None else _saved(plan, plan.time)
-    extrapolated = is_extrapolated(plan)
+    extrapolated = plan.prediction is not None and plan.prediction.extrapolated
     predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
     if has_times(profile) and not extrapolated:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from capture.report.figure import Figure
@@ -225,20 +226,17 @@ class _Chart:
         """Yield a heat map with runs of equal values as one bar each."""
         half = self._y.pixels_per_unit / 2 - 2
         for y, (row, labels) in enumerate(zip(trace["kinds"], trace["text"], strict=True)):
-            first = 0
-            for stop in range(1, len(row) + 1):
-                if stop < len(row) and row[stop] == row[first]:
+            for kind, run in groupby(range(len(row)), row.__getitem__):
+                first, *others = run
+                if kind is None:
                     continue
-                if row[first] is not None:
-                    begin = self._x.at(first * trace["dx"])
-                    end = self._x.at(stop * trace["dx"])
-                    color, label = KINDS[row[first]], escape(labels[first])
-                    yield (
-                        f'<rect x="{begin:.1f}" y="{self._y.at(y) - half:.1f}" '
-                        f'width="{end - begin:.1f}" height="{2 * half:.1f}" fill="{color}">'
-                        f"<title>{label}</title></rect>"
-                    )
-                first = stop
+                begin = self._x.at(first * trace["dx"])
+                end = self._x.at((first + 1 + len(others)) * trace["dx"])
+                yield (
+                    f'<rect x="{begin:.1f}" y="{self._y.at(y) - half:.1f}" '
+                    f'width="{end - begin:.1f}" height="{2 * half:.1f}" fill="{KINDS[kind]}">'
+                    f"<title>{escape(labels[first])}</title></rect>"
+                )
 
     def _limit_line(self) -> Iterator[str]:
         x, y = self._x, self._y
