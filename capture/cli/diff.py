@@ -137,7 +137,7 @@ def as_text(report: DiffReport) -> Iterator[str]:
     devices = [
         [
             ids_text(range(group.devices[0], group.devices[1] + 1)),
-            *("-" if stage is None else stage for stage in group.stages),
+            *("-" if stage is None else stage for stage in group.stage_ids),
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
             "-" if (more := group.change_bytes) is None else "+" * (more > 0) + signed_bytes(more),
         ]

@@ -293,7 +293,6 @@ class ArrayPlan(PlanFile):
 
     @property
     def num_models(self) -> int:
-        """The number of models that a step trains."""
         return len(self.models)
 
     @property
@@ -334,31 +333,19 @@ class ArrayPlan(PlanFile):
         return names
 
     def workloads(self, workload: WorkloadProtocol) -> list[WorkloadProtocol]:
-        """Return what each model trains, given the plan's own workload.
-
-        Raises:
-            WorkloadError: As ``named_workload``.
-        """
         given = {"": workload}
         return [named_workload(one.workload, given, self.named_by) for one in self.trained]
 
     def admitted(self, trust: bool = False) -> ArrayPlan:
-        """Return the plan, if what its models name beside its own workload may be loaded.
-
-        Raises:
-            WorkloadError: as ``WorkloadSpec.admitted``.
-        """
         for name in {task.workload for task in self.trained if ":" in task.workload}:
             WorkloadSpec.parse(name).in_file(self.named_by).admitted(trust)
         return replace(self, named_by="")
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> ArrayPlan:
-        """Return the plan that a file's fields describe."""
         return cls(**written, named_by="a document")
 
     def resolved(self, path: Path | str) -> ArrayPlan:
-        """Return the plan that was read from a file, as seen from the working directory."""
         return replace(super().resolved(path), named_by=str(path))
 
     def moved(

@@ -284,11 +284,19 @@ class PlanFile:
         return ()
 
     def workloads(self, workload: WorkloadProtocol) -> list[WorkloadProtocol]:
-        """Return what each model trains, given the plan's own workload."""
+        """Return what each model trains, given the plan's own workload.
+
+        Raises:
+            WorkloadError: of models that name another workload, as ``named_workload``.
+        """
         return [workload]
 
     def admitted(self, trust: bool = False) -> Self:
-        """Return the plan, if what it names beside its own workload may be loaded."""
+        """Return the plan, if what it names beside its own workload may be loaded.
+
+        Raises:
+            WorkloadError: as ``WorkloadSpec.admitted``.
+        """
         return self
 
     @property

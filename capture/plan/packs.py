@@ -200,7 +200,6 @@ class PacksPlan(PlanFile):
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the server."""
         return self.machine.devices
 
     @property
@@ -215,7 +214,6 @@ class PacksPlan(PlanFile):
 
     @property
     def host_memory_bytes(self) -> int:
-        """The bytes that a step may hold in the memory of the host."""
         return int(self.machine.host_memory_bytes.value)
 
     @property
@@ -271,17 +269,14 @@ class PacksPlan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """The number of examples in a step."""
         return self.minibatch_size
 
     def in_files(self) -> dict[str, Any]:
-        """Return the fields that files write otherwise: the packs of both directions."""
         forward, backward = self.configuration.forward, self.configuration.backward
         return {"forward": _Packs.of(forward), "backward": _Packs.of(backward)}
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> PacksPlan:
-        """Return the plan that a file's fields describe."""
         directions = (written.pop(name).read for name in ("forward", "backward"))
         return cls(configuration=Configuration(*directions), **written)
 

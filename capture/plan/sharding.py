@@ -177,7 +177,6 @@ class ShardingPlan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """The number of examples in a step, on all devices."""
         return self.batch_size * (1 if self.cluster is None else self.cluster.num_devices)
 
     @property
@@ -237,7 +236,6 @@ class ShardingPlan(PlanFile):
         }
 
     def in_files(self) -> dict[str, Any]:
-        """Return the field that files write otherwise: the operators, a row each."""
         count = len(self.modes)
         names, params = self.names or ("",) * count, self.params or ((),) * count
         rows = zip(names, self.modes, params, self.costs or (None,) * count, strict=True)
@@ -245,7 +243,6 @@ class ShardingPlan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> ShardingPlan:
-        """Return the plan that a file's fields describe."""
         rows = written.pop("operators")
         for i, mode in enumerate(row.mode for row in rows):
             least = min(

@@ -99,7 +99,6 @@ class Plan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """The number of examples in a step."""
         return self.global_batch_size
 
     @property
@@ -188,7 +187,6 @@ class Plan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> Plan:
-        """Return the plan that a file's fields describe."""
         del written["microbatch_size"]
         notes = {name: _note(written[name], name) for name in _NOTES}
         return cls(**{**written, "stages": [row.stage for row in written["stages"]], **notes})
