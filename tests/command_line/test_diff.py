@@ -137,7 +137,7 @@ def test_groups_cover_the_devices_of_the_larger_cluster_once(one, other):
                 assert group.peak_bytes[side] == (
                     facts.plan.prediction.peak_bytes_per_device[device] if known else None
                 )
-                assert group.stages[side] == (
+                assert group.stage_ids[side] == (
                     next(s for s, t in enumerate(facts.plan.stages) if device in t.devices)
                     if known
                     else None
