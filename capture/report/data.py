@@ -14,8 +14,8 @@ Of the last two nothing is known of memory over time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -233,7 +233,9 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
             need.
     """
     if profile is None or not profile.measurements:
-        return _clocks(plan) if plan.time is None else _saved(plan, plan.time)
+        if plan.time is not None:
+            return _saved(plan, plan.time)
+        return _of_table("clocks", plan, lambda s, kind: float(kind != "update"))
     extrapolated = plan.prediction is not None and plan.prediction.extrapolated
     predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
@@ -262,64 +264,54 @@ def _named(stages: Sequence[int]) -> str:
 
 def _saved(plan: Plan, time: StepTime) -> ScheduleFacts:
     """Simulate the schedule's table with the seconds that the plan's file has."""
-    _check_length(time.passes_seconds_per_stage, plan.num_stages, "time.passes_seconds_per_stage")
+    passes, sends = time.passes_seconds_per_stage, time.sends_seconds
+    _check_length(passes, plan.num_stages, "time.passes_seconds_per_stage")
     _check_length(time.bubble_fraction_per_stage, plan.num_stages, "time.bubble_fraction_per_stage")
-    _check_length(time.sends_seconds, plan.num_stages - 1, "time.sends_seconds")
-    table, work = plan.schedule_table, list[Work]()
-    lanes, number = list(map(_named, table.stages)), dict[Any, int]()
-    for task in (task for clock in table.clocks for task in clock):
-        needed, group = table.requirement(task), table.placement[task.stage_id]
-        before = () if needed is None else (number[needed],)
-        if needed is not None and table.placement[needed.stage_id] != group:
-            sends = time.sends_seconds[min(needed.stage_id, task.stage_id)]
-            link = f"{lanes[table.placement[needed.stage_id]]} -> {lanes[group]}"
-            name = f"transfer to {lanes[group]}"
-            work.append(Work(name, (link,), sends, before, kind="transfer"))
-            before = (len(work) - 1,)
-        seconds = time.passes_seconds_per_stage[task.stage_id].get(task.kind, 0.0)
-        number[task] = len(work)
-        work.append(_pass(task, lanes[group], seconds, before))
-    for s, group in enumerate(table.placement):
-        seconds = time.passes_seconds_per_stage[s].get("update", 0.0)
-        stream = compute_stream(lanes[group])
-        work.append(Work(f"update of stage {s}", (stream,), seconds, (), kind="update"))
-    waits, simulation = time.bubble_fraction_per_stage, simulate(work)
-    return _of_table("saved", simulation, waits, lanes, time.step_seconds)
-
-
-def _clocks(plan: Plan) -> ScheduleFacts:
-    work: list[Work] = []
-    before: tuple[int, ...] = ()
-    table = plan.schedule_table
-    lanes = list(map(_named, table.stages))
-    for clock in table.clocks:
-        first = len(work)
-        work += [_pass(task, lanes[table.placement[task.stage_id]], 1, before) for task in clock]
-        before = tuple(range(first, len(work)))
-    simulation = simulate(work)
-    busy = [simulation.busy_seconds[compute_stream(lanes[group])] for group in table.placement]
-    waits = tuple(1 - seconds / simulation.seconds for seconds in busy)
-    return _of_table("clocks", simulation, waits, lanes)
-
-
-def _pass(task: StagePass, lane: str, seconds: float, before: tuple[int, ...]) -> Work:
-    """Return the work of a task of the schedule's table."""
-    label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
-    return Work(label, (compute_stream(lane),), seconds, before, kind=task.kind)
+    _check_length(sends, plan.num_stages - 1, "time.sends_seconds")
+    facts = _of_table("saved", plan, lambda s, kind: passes[s].get(kind, 0.0), sends)
+    waits = time.bubble_fraction_per_stage
+    return replace(facts, waits_fraction=waits, saved_seconds=time.step_seconds)
 
 
 def _of_table(
     clock: Clock,
-    simulation: Simulation,
-    waits: tuple[float, ...],
-    lanes: Sequence[str],
-    saved_seconds: float | None = None,
+    plan: Plan,
+    seconds: Callable[[int, str], float],
+    sends: Sequence[float] = (),
 ) -> ScheduleFacts:
-    """Return the facts of a simulated table, which says nothing of memory."""
-    headings: Mapping[Memory, str] = {compute_stream(lane): lane for lane in lanes}
-    return ScheduleFacts(
-        clock, simulation, waits, (), headings, {lane: lane for lane in lanes}, saved_seconds
-    )
+    """Simulate the schedule's table, which says nothing of memory.
+
+    Args:
+        clock: Kind of the times.
+        plan: Plan with the schedule.
+        seconds: Time of a pass of a stage, or of its update; 0 where there is none.
+        sends: Seconds from each stage but the last to the next; empty where sending takes none.
+    """
+    table, work = plan.schedule_table, list[Work]()
+    lanes, number = list(map(_named, table.stages)), dict[StagePass, int]()
+    streams = [compute_stream(lanes[group]) for group in table.placement]
+    for task in (task for tasks in table.clocks for task in tasks):
+        s, before = task.stage_id, tuple[int, ...]()
+        if (needed := table.requirement(task)) is not None:
+            before = (number[needed],)
+            here, there = lanes[table.placement[s]], lanes[table.placement[needed.stage_id]]
+            if sends and here != there:
+                length = sends[min(needed.stage_id, s)]
+                link = (f"{there} -> {here}",)
+                work.append(Work(f"transfer to {here}", link, length, before, kind="transfer"))
+                before = (len(work) - 1,)
+        number[task] = len(work)
+        label = f"{task.kind} {task.microbatch} on stage {s}"
+        length = seconds(s, task.kind)
+        work.append(Work(label, (streams[s],), length, before, kind=task.kind))
+    for s, stream in enumerate(streams):
+        if length := seconds(s, "update"):
+            work.append(Work(f"update of stage {s}", (stream,), length, (), kind="update"))
+    simulation = simulate(work)
+    whole = simulation.seconds or 1
+    waits = tuple(1 - simulation.busy_seconds[stream] / whole for stream in streams)
+    headings: dict[Memory, str] = {compute_stream(lane): lane for lane in lanes}
+    return ScheduleFacts(clock, simulation, waits, (), headings, {lane: lane for lane in lanes})
 
 
 def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
