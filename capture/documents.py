@@ -24,6 +24,7 @@ from capture.errors import CaptureError, Violation
 
 T = TypeVar("T")
 
+_hints = lru_cache(maxsize=256)(get_type_hints)
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 #: Written as they are.
 _PLAIN = frozenset({*_NAMES, NoneType})
@@ -306,8 +307,8 @@ def _wrong(value: object, hint: object, path: str, strict: bool) -> Iterator[str
     elif hint is dict or origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             yield _sentence(value, path, "an object")
-        else:
-            for key, item in value.items() if arguments else ():
+        elif arguments:
+            for key, item in value.items():
                 yield from _wrong(item, arguments[1], _at(path, key), strict)
     elif hint in _NAMES:
         numbers = (int, float) if hint is float else hint
@@ -351,11 +352,6 @@ def _wrong_items(value: object, kinds: Sequence[object], path: str, strict: bool
     for i, item in enumerate(value):
         kind = kinds[0] if repeated else kinds[min(i, len(kinds) - 1)]
         yield from _wrong(item, kind, f"{path}[{i}]", strict)
-
-
-@lru_cache(maxsize=256)
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _at(path: str, key: str) -> str:
