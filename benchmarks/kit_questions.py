@@ -363,7 +363,7 @@ def ask(
                 told.peak_bytes,
                 *told.interval_bytes,
                 peak.peak_bytes,
-                prediction.coverage,
+                prediction.interval_coverage,
                 told.instant,
                 peak.instant,
                 cause,

@@ -24,6 +24,7 @@ from capture.errors import CaptureError, Violation
 
 T = TypeVar("T")
 
+_hints = lru_cache(maxsize=256)(get_type_hints)
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 #: Written as they are.
 _PLAIN = frozenset({*_NAMES, NoneType})
@@ -306,8 +307,8 @@ def _wrong(value: object, hint: object, path: str, strict: bool) -> Iterator[str
     elif hint is dict or origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             yield _sentence(value, path, "an object")
-        else:
-            for key, item in value.items() if arguments else ():
+        elif arguments:
+            for key, item in value.items():
                 yield from _wrong(item, arguments[1], _at(path, key), strict)
     elif hint in _NAMES:
         numbers = (int, float) if hint is float else hint
@@ -332,8 +333,7 @@ def _wrong_fields(value: object, kind: type, path: str, strict: bool) -> Iterato
 
 
 def _meant(key: str, hints: Mapping[str, object]) -> str:
-    """Return where a name that is no field belongs, or what it is like, as the end of a
-    sentence."""
+    """Return the end of a sentence: where a name that is no field belongs, or what it is like."""
     for name, hint in hints.items():
         items = [kind for kind in get_args(hint) if is_dataclass(kind)]
         if any(key == field.name for kind in items for field in fields(kind)):
@@ -352,11 +352,6 @@ def _wrong_items(value: object, kinds: Sequence[object], path: str, strict: bool
     for i, item in enumerate(value):
         kind = kinds[0] if repeated else kinds[min(i, len(kinds) - 1)]
         yield from _wrong(item, kind, f"{path}[{i}]", strict)
-
-
-@lru_cache(maxsize=256)
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _at(path: str, key: str) -> str:

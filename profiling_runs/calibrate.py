@@ -41,13 +41,14 @@ def calibration_of(question: ProfileQuestion, measurements: Measurements) -> lis
     """
     cluster, result = question.cluster, unmeasured(question, measurements)
     try:
-        draws = random_plans(
+        every = random_plans(
             cluster,
             result.graph.num_layers,
             by_degree(with_mixtures(question.stage_choices, MOST_MIXED)),
             CALIBRATION_SEED,
             question.space,
         )
+        draws = [*islice(every, question.calibration_plans)]
     except PlanError:
         return []
     return [
@@ -58,7 +59,7 @@ def calibration_of(question: ProfileQuestion, measurements: Measurements) -> lis
             num_microbatches=8,
             schedule=name,
         )
-        for drawn in islice(draws, question.calibration_plans)
+        for drawn in draws
         for name in _schedules(question.splits_backward)
     ]
 

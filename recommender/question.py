@@ -101,8 +101,10 @@ class PlanQuestion:
         PlanError.check(self._violations())
 
     def _violations(self) -> list[Violation]:
-        found = batch_violations(self.global_batch_size, self.num_microbatches)
-        found += schedule_violations(self.schedule, 0, self.num_microbatches)
+        found = [
+            *batch_violations(self.global_batch_size, self.num_microbatches),
+            *schedule_violations(self.schedule, 0, self.num_microbatches),
+        ]
         try:
             search_of(self.objective, self.mode, self.algorithm)
         except PlanError as error:

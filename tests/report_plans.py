@@ -9,6 +9,7 @@ from typing import Any
 
 from synthetic_profiles import Planted, hybrid, make_plan
 
+from capture.documents import read
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
@@ -138,7 +139,7 @@ def written_plan(
         3,
         schedule,
         workload=WORKLOAD,
-        prediction=Prediction.read(prediction),
+        prediction=read(prediction, Prediction),
     )
 
 

@@ -237,8 +237,9 @@ def count_plans(problem: SearchProblem) -> int:
 
     Source: CAPTURE III-C; Algorithm 4 enumerates them.
     """
-    weights = {d: len(problem.choices[d]) for d in problem.used_degrees}
-    fillings = count_fillings(problem.degrees, weights)[0]
+    used = set(problem.used_degrees)
+    each = [[d for d in here if d in used for _ in problem.choices[d]] for here in problem.degrees]
+    fillings = count_fillings(each)[0]
     return sum(
         count * comb(problem.num_layers - 1, num_stages - 1)
         for num_stages, count in enumerate(fillings)

@@ -6,22 +6,24 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, parts_text, say, table, write_files
+from capture.cli.output import Outcome, outcome_of, parts_text, say, table, write_files
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
+from capture.documents import read
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.model.trust import remember
@@ -35,7 +37,6 @@ from profiling_runs.arrays import array_profiles
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.problem import AllPrograms, SubArrayKind, WrittenWay
 from recommender.mutwo.search import ArrayResult
-from recommender.plan_report import PlanReport
 
 if TYPE_CHECKING:
     from capture.report.array import ArrayFacts
@@ -135,15 +136,13 @@ def models_of(models: str | None, given: Sequence[Varied]) -> list[Member]:
 
 def _models_of_file(path: Path) -> list[Member]:
     try:
-        rows = json.loads(path.read_text())
-        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return [Member.of(row) for row in rows]
+        return [Member.of(row) for row in read(json.loads(path.read_text()), list[dict[str, Any]])]
     except (OSError, TypeError, ValueError) as error:
-        raise PlanError.of(f"--models {path} cannot be read: {error}.", "array-models") from None
-    raise PlanError.of(
-        f'--models {path} is no list of models; write [{{"learning_rate": 0.001, "seed": 0}}].',
-        "array-models",
-    )
+        raise PlanError.of(
+            f"--models {path} cannot be read: {error}; write a list of models, such as "
+            '[{"learning_rate": 0.001, "seed": 0}].',
+            "array-models",
+        ) from None
 
 
 def plan(options: argparse.Namespace) -> Outcome:
@@ -172,41 +171,29 @@ def plan(options: argparse.Namespace) -> Outcome:
         **asked.told(options),
     ) as profiles:
         answer = noted(options, plan_array(question, profiles=profiles))
-    lines = [f"{answer.status}: {answer.why.summary}"]
-    lines.append(_ways(answer.proof))
+    lines = [f"{answer.status}: {answer.why.summary}", _ways(answer.proof)]
     if answer.plan is not None:
-        lines += plan_lines(answer.plan)
-        lines += [str(answer.headroom)] if answer.headroom else []
-    if answer.status == "ok" and answer.plan is not None:
-        for one in named.values():  # planned with, as the one that the command names
-            remember(one.location, one.function)
-    report = PlanReport.of("array", answer, baselines=answer.proof.baselines)
-    took = [counted(answer.proof.num_evaluated, "simulation")]
-    return Outcome(report, lines, int(answer.status != "ok"), answer, took=took)
+        lines += [*plan_lines(answer.plan), *([str(answer.headroom)] if answer.headroom else [])]
+        for one in named.values() if answer.status == "ok" else ():
+            remember(one.location, one.function)  # planned with, as the one that the command names
+    took, beside = counted(answer.proof.num_evaluated, "simulation"), answer.proof.baselines
+    return outcome_of("array", answer, lines, took, baselines=beside)
 
 
 def _ways(proof: ArrayResult) -> str:
     """Return a table of the ways that were weighed, and of the baselines."""
-    rows = [
-        [
-            one.way.name,
-            " ".join(str(len(group)) for group in one.way.partition),
-            format_seconds(one.weighed.seconds) if one.fits else "-",
-            format_bytes(one.weighed.peak_bytes),
-            "yes" if one.fits else "no",
-        ]
-        for one in proof.candidates
-    ]
-    rows += [
-        [
-            one.name,
-            " ".join(map(str, one.sizes)) + (" in rounds" if one.in_rounds else ""),
-            format_seconds(one.step_seconds) if one.fits else "-",
-            format_bytes(one.peak_bytes),
-            "yes" if one.fits else "no",
-        ]
-        for one in proof.baselines
-    ]
+    rows = list[list[str]]()
+
+    def add(name: str, sizes: Iterable[object], seconds: float, nbytes: int, fits: bool) -> None:
+        update, said = format_seconds(seconds) if fits else "-", "yes" if fits else "no"
+        rows.append([name, " ".join(map(str, sizes)), update, format_bytes(nbytes), said])
+
+    for one in proof.candidates:
+        sizes = map(len, one.way.partition)
+        add(one.way.name, sizes, one.weighed.seconds, one.weighed.peak_bytes, one.fits)
+    for each in proof.baselines:
+        rounds = ["in rounds"] * each.in_rounds
+        add(each.name, [*each.sizes, *rounds], each.step_seconds, each.peak_bytes, each.fits)
     return table(["way", "models of each", "an update", "device", "fits"], rows)
 
 
@@ -214,35 +201,29 @@ def explain(options: argparse.Namespace, plan: ArrayPlan) -> tuple[ExplainReport
     """Explain a plan of an array: what is fused and moved, and who needs the memory. A page or a
     trace needs the programs of the step, which are in the store or measured again."""
     writes = options.output is not None or options.trace is not None
-    read = ("output", "trace", "workload", *(option.name for option in shared.STORE))
-    asked.refuse_unread(options, "array", *(read if writes else ()))
+    known = ("output", "trace", "workload", *(option.name for option in shared.STORE))
+    asked.refuse_unread(options, "array", *(known if writes else ()))
     from capture.report.array import HEADER, decision_rows, page
     from capture.report.array import rows as rows_of
 
-    rows = decision_rows(plan)
-    moved = (
-        table(["sub-array", "bundle", "is", "fetched ahead"], rows)
-        if rows
-        else "all feature maps are retained"
-    )
+    rows, moved = decision_rows(plan), "all feature maps are retained"
+    if rows:
+        moved = table(["sub-array", "bundle", "is", "fetched ahead"], rows)
     report = ExplainReport(kind="array", needs=PlanNeeds.of(plan))
     lines = [*plan_lines(plan), moved]
     if not writes:
         return report, lines
-    facts, room = _facts(options, plan), plan.headroom()
-    written = write_files(
-        options,
-        lambda: page(facts, plan_lines(plan), room),
-        lambda: facts.timeline,
-    )
+    facts = _facts(options, plan)
+    html = partial(page(facts, plan_lines(plan)).html, plan.headroom())
+    written = write_files(options, html, lambda: facts.timeline)
     bundles = rows_of(facts)
     return replace(report, bundles=bundles, written=written), [*lines, table(HEADER, bundles)]
 
 
 def verify(options: argparse.Namespace, plan: ArrayPlan) -> tuple[VerifyReport, ArrayPlan]:
     """Compile the programs of an array for its target, and replay an update of every model."""
-    read = ("workload", "memory", "output", *(option.name for option in shared.STORE))
-    asked.refuse_unread(options, "array", *read)
+    known = ("workload", "memory", "output", *(option.name for option in shared.STORE))
+    asked.refuse_unread(options, "array", *known)
     facts = _facts(options, plan)
     ledgers, limit = facts.steps.replay(), plan.memory_limit_bytes or 0
     found = WrittenWay(
@@ -278,13 +259,9 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> tuple[PageReport, li
     from capture.report.array import plan_page
 
     asked.refuse_unread(options, "array", "memory", "output")
-    needs, (heading, *lines) = PlanNeeds.of(plan, options.memory), plan_lines(plan)
-    written = write_files(options, lambda: plan_page(plan, [heading, *lines], needs.headroom))
-    lines += [str(needs.headroom)] if needs.headroom else []
-    report = PageReport(
-        kind="array", title=heading, summary="\n".join(lines), needs=needs, written=written
+    return shown(
+        options, "array", plan_page(plan, plan_lines(plan)), PlanNeeds.of(plan, options.memory)
     )
-    return report, [heading, *lines]
 
 
 def _facts(options: argparse.Namespace, plan: ArrayPlan) -> ArrayFacts:

@@ -57,11 +57,8 @@ def read_cluster(values: Values) -> Cluster:
 def say_one_device(options: argparse.Namespace) -> None:
     """Say that the question is for one device, where no cluster was named."""
     if options.cluster is None:
-        one = shared.ONE_DEVICE
-        say(
-            options,
-            f"for one device (--cluster {one}); --cluster NxG is for N nodes of G devices",
-        )
+        where = f"for one device (--cluster {shared.ONE_DEVICE})"
+        say(options, f"{where}; --cluster NxG is for N nodes of G devices")
 
 
 def read_batch(values: Values) -> tuple[int, int]:
@@ -104,24 +101,19 @@ def profile_question(values: Values, memory_limit_bytes: int | None = None) -> P
             f"--backend {backend} makes the runs of the paper's mode alone; add --mode paper.",
             "profile-backend",
         )
+    schedule = SCHEDULES.get(values.get("schedule", ""))
+    splits = schedule is not None and schedule.splits_backward
     return ProfileQuestion(
         spec_of(values),
         cluster,
         global_batch // num_microbatches,
         **taken(ProfileQuestion, values),
         remat={None: (), shared.AUTO: REMAT_POLICIES}.get(values["remat"], (values["remat"],)),
-        splits_backward=not is_paper and _splits_backward(values),
+        splits_backward=not is_paper and bool(values.get("try_schedules") or splits),
         space=StageSpace(**taken(StageSpace, values)),
         paper=(values["schedule"], num_microbatches) if is_paper else None,
         memory_limit_bytes=memory_limit_bytes,
     )
-
-
-def _splits_backward(values: Values) -> bool:
-    if values.get("try_schedules"):
-        return True
-    kind = SCHEDULES.get(values.get("schedule", ""))
-    return kind is not None and kind.splits_backward
 
 
 def prepare(*needing: Cluster | ProfileQuestion | LayersQuestion) -> None:

@@ -72,7 +72,7 @@ OPTIONS = (
 _OF_PROFILES = ("profile", "verify", "no_compile", "merge_layers", "try_schedules")
 
 
-def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tuple[str, ...]:
+def of_a_profile(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the options, as the user types them, that only a profile can answer; empty where the
     search on bounds answers the question, as it does unless something needs a profile.
 
@@ -80,16 +80,12 @@ def of_a_profile(options: argparse.Namespace, of_profile: ProfileQuestion) -> tu
         PlanError: ``plan-algorithm`` for options of the search on bounds beside those of a profile,
             and the other way round; all at once.
     """
-    given = {name: getattr(options, name) for name in _OF_PROFILES if getattr(options, name)}
-    given |= {"backend": options.backend} if options.backend != "compile" else {}
-    for option in shared.PROFILING:
-        if (value := getattr(options, option.name)) != option.default:
-            given[option.name] = value
     is_named = options.algorithm == BOUNDS_FIRST
-    if options.algorithm is not None and not is_named:
-        given["algorithm"] = options.algorithm
-    if options.mode != "default":
-        given["mode"] = options.mode
+    said = vars(options)
+    unasked = {option.name: option.default for option in (shared.BACKEND[0], *shared.PROFILING)}
+    unasked |= {"algorithm": BOUNDS_FIRST if is_named else None, "mode": "default"}
+    given = {name: said[name] for name in _OF_PROFILES if said[name]}
+    given |= {name: said[name] for name, default in unasked.items() if said[name] != default}
     if not SCHEDULES[options.schedule].is_plain:
         given["schedule"] = options.schedule
     asked = tuple(_typed(name, value) for name, value in given.items())

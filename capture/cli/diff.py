@@ -99,8 +99,7 @@ def _facts(
     profiles: Sequence[Profile | None],
     limit: int | None,
 ) -> list[ReportFacts]:
-    """Gather the facts of both plans; what is wrong with either is raised at once, under the name
-    of its file."""
+    """Gather the facts of both plans; all that is wrong is raised at once, by file."""
     from capture.report.data import report_facts
 
     found, violations = [], []
@@ -118,11 +117,7 @@ def _facts(
 
 
 def _profiles(paths: list[Path]) -> list[Profile | None]:
-    """Return one profile per plan, or None where none was given.
-
-    Raises:
-        ProfileError: ``diff-profiles`` if there are more than two.
-    """
+    """Return one profile per plan, or None where none was given."""
     if len(paths) > 2:
         raise ProfileError.of(
             f"--profile was given {len(paths)} times; give it once for both plans, or twice: "
@@ -142,7 +137,7 @@ def as_text(report: DiffReport) -> Iterator[str]:
     devices = [
         [
             ids_text(range(group.devices[0], group.devices[1] + 1)),
-            *("-" if stage is None else stage for stage in group.stages),
+            *("-" if stage is None else stage for stage in group.stage_ids),
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
             "-" if (more := group.change_bytes) is None else "+" * (more > 0) + signed_bytes(more),
         ]

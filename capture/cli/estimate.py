@@ -24,11 +24,7 @@ from profiling_runs.estimate import TRAINING_PASSES, TrainingNeed, training_need
 from recommender.capture.least_state import fewest_stages
 
 #: What is kept of a forward pass, in words.
-_KEPT = {
-    "none": "all kept",
-    "cheap": "selective recomputation",
-    "full": "full recomputation",
-}
+_KEPT = {"none": "all kept", "cheap": "selective recomputation", "full": "full recomputation"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,27 +180,18 @@ def as_text(report: EstimateReport) -> Iterator[str]:
         f"{report.num_parameters:,} parameters; traced with "
         f"{counted(report.microbatch_size, 'example')}, nothing compiled"
     )
-    state = {
-        "parameters": report.parameter_bytes,
-        "gradients": report.gradient_bytes,
-        "optimizer state": report.optimizer_bytes,
-    }
-    rows = [[name, format_bytes(nbytes), "exact"] for name, nbytes in state.items()]
-    rows += [
-        [
-            f"activations, {_KEPT[remat]} (--remat {remat})",
-            f"{format_bytes(nbytes)}/example",
-            "estimate",
-        ]
-        for remat, nbytes in report.activation_bytes_per_example.items()
+    passes = f"{TRAINING_PASSES} x forward"
+    activations = [
+        [f"activations, {_KEPT[way]} (--remat {way})", f"{format_bytes(n)}/example", "estimate"]
+        for way, n in report.activation_bytes_per_example.items()
     ]
-    rows += [
+    rows = [
+        ["parameters", format_bytes(report.parameter_bytes), "exact"],
+        ["gradients", format_bytes(report.gradient_bytes), "exact"],
+        ["optimizer state", format_bytes(report.optimizer_bytes), "exact"],
+        *activations,
         ["forward pass", _flops(report.forward_flops_per_example), "from shapes"],
-        [
-            "forward and backward pass",
-            _flops(report.step_flops_per_example),
-            f"{TRAINING_PASSES} x forward",
-        ],
+        ["forward and backward pass", _flops(report.step_flops_per_example), passes],
     ]
     yield table(["unsharded", "needs", "is"], rows)
     if not report.targets:

@@ -76,18 +76,10 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iter
 
 def stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
     """Return the stages with their parts, and the heaviest layers."""
-    rows = [
-        (
-            [
-                stage["stage_id"],
-                f"{stage['layers'][0]}-{stage['layers'][1]}",
-                format_bytes(stage["peak_bytes"]),
-                stage["instant"],
-            ],
-            stage["parts_bytes"],
-        )
-        for stage in stages
-    ]
+    rows = []
+    for stage in stages:
+        layers, peak = "{}-{}".format(*stage["layers"]), format_bytes(stage["peak_bytes"])
+        rows.append(([stage["stage_id"], layers, peak, stage["instant"]], stage["parts_bytes"]))
     worst = max(stages, key=lambda stage: stage["peak_bytes"])
     by_layer = sorted(worst["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))
     heaviest = [([layer, format_bytes(sum(of.values()))], of) for layer, of in by_layer[:NUM_SHOWN]]

@@ -91,29 +91,24 @@ def main(options: argparse.Namespace) -> int:
     exported = to_alpa(plan)
     memory = None if profile is None else alpa_memory(plan, profile)
     header = ["stage", "layers", "hosts:devices", "physical", "logical (dp, tp)", "options"]
+    header += ["peak per device in Alpa"] if memory is not None else []
     rows: list[list[Any]] = []
     for s, stage in enumerate(plan.stages):
         where = exported.placement[s]
         hosts = sorted({plan.cluster.node_of_device[d] for d in where})
-        local = (
-            f"0-{exported.num_devices_per_host - 1}"
-            if len(hosts) > 1
-            else ids_text([d % exported.num_devices_per_host for d in where])
-        )
-        shapes = exported.submesh_physical_shapes[s], exported.submesh_logical_shapes[s]
+        per_host = exported.num_devices_per_host
+        local = ids_text(range(per_host) if len(hosts) > 1 else [d % per_host for d in where])
         rows.append(
             [
                 s,
                 f"{stage.first}-{stage.stop - 1}",
                 f"{ids_text(hosts)}:{local}",
-                *shapes,
+                exported.submesh_physical_shapes[s],
+                exported.submesh_logical_shapes[s],
                 exported.submesh_autosharding_option_dicts[s],
+                *([] if memory is None else [format_bytes(memory.stages[s].peak_bytes)]),
             ]
         )
-        if memory is not None:
-            rows[-1].append(format_bytes(memory.stages[s].peak_bytes))
-    if memory is not None:
-        header.append("peak per device in Alpa")
     lines.append(table(header, rows))
     if options.output is not None:
         about = (

@@ -71,7 +71,6 @@ def command(options: argparse.Namespace, **changes: Any) -> str:
 
 
 def _checkpoints(folder: Path | None) -> frozenset[tuple[int, int]]:
-    """Return the complete checkpoints of a folder, each with what tells it from another one of the
-    same step."""
+    """Return a folder's complete checkpoints, each told from others of the same step."""
     steps = [] if folder is None else complete_steps(folder)
     return frozenset((step, (Path(str(folder)) / str(step)).stat().st_ino) for step in steps)

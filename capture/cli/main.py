@@ -279,8 +279,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning in one line, as other messages are; one that is of the user's files names the
-    file and line."""
+    """Print a warning in one line; one of the user's files with the file and line."""
     where = users_file(filename)
     clear_line()
     print(
@@ -296,8 +295,7 @@ def _cut(message: str) -> str:
 
 
 def _report(asks_json: bool, violations: Sequence[Violation]) -> None:
-    """Print every broken rule on standard error; with ``--json`` also a document on standard
-    output. What is longer than anybody reads is cut."""
+    """Print every broken rule, cut short; with ``--json`` also as a document."""
     violations = [replace(violation, message=_cut(violation.message)) for violation in violations]
     clear_line()
     print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)

@@ -17,8 +17,9 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, say, table, write_files
+from capture.cli.output import Outcome, outcome_of, say, table
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -26,10 +27,9 @@ from capture.machine.target import Target
 from capture.options import options_of, taken
 from capture.plan.sharding import ShardingPlan
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
-from capture.report.sharding import HEADER, decision, operator_rows, page, paragraph, rows, title
+from capture.report.sharding import HEADER, decision, operator_rows, page, paragraph, rows
 from profiling_runs.collect import split_warnings
 from recommender.osdp import ShardingQuestion, osdp
-from recommender.plan_report import PlanReport
 
 SYSTEM = "osdp"
 #: What it reads.
@@ -92,19 +92,13 @@ def plan(options: argparse.Namespace) -> Outcome:
     warnings = split_warnings(question.workload, size, "examples of a device")
     lines = [str(result)]
     if result.plan is not None:
-        lines = [table(HEADER, rows(result.plan)), str(result)]
+        lines.insert(0, table(HEADER, rows(result.plan)))
         result = noted(options, replace(result, plan=replace(result.plan, workload=spec)))
-    report = PlanReport.of("sharding", result, warnings=warnings)
-    return Outcome(report, lines, int(result.plan is None), result)
+    return outcome_of("sharding", result, lines, warnings=warnings)
 
 
 def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
-    """Return the examples per device, where an option says how many.
-
-    Raises:
-        PlanError: ``osdp-plan-batch`` for both numbers, or for examples that the devices cannot
-            share equally.
-    """
+    """Return the examples per device, where an option says how many."""
     batch: int | None = options.batch
     if options.global_batch is None:
         return batch
@@ -156,18 +150,8 @@ def report(options: argparse.Namespace, plan: ShardingPlan) -> tuple[PageReport,
     """Report a sharding plan: as a table, or as the page."""
     asked.refuse_unread(options, "sharding", "memory", "output")
     needs = PlanNeeds.of(plan, options.memory)
-    room = needs.headroom
-    written = write_files(options, lambda: page(plan, room))
-    lines = [title(plan), table(HEADER, rows(plan))] if not written else []
-    found = PageReport(
-        kind="sharding",
-        title=title(plan),
-        summary=paragraph(plan, room),
-        needs=needs,
-        operators=operator_rows(plan),
-        written=written,
-    )
-    return found, [*lines, found.summary]
+    shows, operators = page(plan, needs.headroom), operator_rows(plan)
+    return shown(options, "sharding", shows, needs, summary=shows.lines[0], operators=operators)
 
 
 #: What two plans decide differently, and what each needs.

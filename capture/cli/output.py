@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from capture.documents import as_json, write
 from capture.plan.headroom import Headroom
-from capture.plan.prediction import StepTime
+from capture.plan.prediction import Prediction, StepTime
+from capture.plan.stages import Plan
 from capture.plan.strategy import strategy
-from capture.plan.why import FrontPoint, distance_text
+from capture.plan.why import Front, distance_text
 from capture.predictor.step_time import describe_time
 from capture.quantities import counted, format_bytes, format_seconds, ids_text
 from recommender.answer import Answer, StageAnswer
@@ -231,11 +232,8 @@ def told(
     extrapolated = ", extrapolated" * result.extrapolated
     lines += [*notes, f"{result.status}{extrapolated}: {result.why.summary}"]
     if result.plan is not None and result.prediction is not None:
-        lines += [
-            stage_table(result.plan, result.prediction.stages),
-            peak_line(result.plan, result.prediction),
-            *([str(result.headroom)] if result.headroom else []),
-        ]
+        lines += stage_lines(result.plan, result.prediction)
+        lines += [str(result.headroom)] if result.headroom else []
         if time is not None:
             lines.append(describe_time(time))
             # Without an objective what is faster was searched.
@@ -267,6 +265,27 @@ def saved(options: argparse.Namespace, answer: Answer[Any, Any], *took: str, how
     return f"plan -> {options.output} ({how}search: {', '.join(took)})"
 
 
+def outcome_of(
+    kind: str,
+    answer: Answer[Any, Any],
+    lines: Sequence[str],
+    *took: str,
+    **beside: object,
+) -> Outcome:
+    """Return the outcome of an answer.
+
+    Args:
+        kind: Kind of its plan.
+        answer: With a plan or without.
+        lines: The answer in lines for people.
+        *took: What the search took, in words.
+        **beside: What the answer does not know of its report.
+    """
+    is_ok = answer.status == "ok" and answer.plan is not None
+    report = PlanReport.of(kind, answer, **beside)
+    return Outcome(report, lines, int(not is_ok), answer, took=took)
+
+
 def parts_text(parts: Mapping[str, int]) -> str:
     """Return the bytes of categories in words, the largest first."""
     ordered = sorted(parts.items(), key=lambda item: -item[1])
@@ -283,9 +302,9 @@ def other_plans(options: argparse.Namespace, result: StageAnswer) -> Sequence[st
     return [f"in the same file, for run, verify, report, ...: {named}"] if named else []
 
 
-def stage_table(plan: Any, stages: Sequence[Any]) -> str:
-    """Return a table with one line per stage of a plan: its prediction, and the compiled peak where
-    the plan was compiled."""
+def stage_lines(plan: Plan, prediction: Prediction) -> list[str]:
+    """Return a table with one line per stage of a plan, its prediction and the compiled peak where
+    the plan was compiled; and the peak per device."""
     compiled = plan.verification and plan.verification.peak_bytes_per_device
     rows = [
         [
@@ -296,36 +315,25 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
             stage.choice.tensor_parallel,
             format_bytes(predicted.peak_bytes),
             *([format_bytes(compiled[stage.devices[0]])] if compiled else []),
-            f"{format_bytes(predicted.interval_bytes[0])} to "
-            f"{format_bytes(predicted.interval_bytes[1])}",
-            max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category]),
+            " to ".join(map(format_bytes, predicted.interval_bytes)),
+            max(predicted.parts_bytes, key=predicted.parts_bytes.__getitem__),
         ]
-        for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
+        for s, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True))
     ]
     peaks = ["predicted", "compiled"] if compiled else ["predicted, not compiled"]
-    lines = [
-        table(["stage", "layers", "devices", "dp", "tp", *peaks, "interval", "most of it"], rows)
-    ]
-    guessed = [str(s) for s, predicted in enumerate(stages) if predicted.extrapolated]
-    if guessed:
+    header = ["stage", "layers", "devices", "dp", "tp", *peaks, "interval", "most of it"]
+    lines = [table(header, rows)]
+    if guessed := [str(s) for s, stage in enumerate(prediction.stages) if stage.extrapolated]:
         lines.append(
             f"predictions of stages {', '.join(guessed)} are extrapolated: degrees or a "
             "micro-batch size that were not profiled"
         )
-    return "\n".join(lines)
-
-
-def peak_line(plan: Any, prediction: Any) -> str:
-    """Return a line with the peak per device, and whether it is the compiler's or predicted."""
-    if plan.verification is not None:
-        return f"peak {format_bytes(plan.verification.peak_bytes)} per device, compiled"
-    high = max(high for _, high in prediction.interval_bytes_per_device)
-    doubt = (
-        f", extrapolated: up to {format_bytes(high)}; compile it to know (capture verify)"
-        if prediction.extrapolated
-        else ""
-    )
-    return f"peak {format_bytes(prediction.peak_bytes)} per device, predicted, not compiled{doubt}"
+    if compiled:
+        return [*lines, f"peak {format_bytes(max(compiled))} per device, compiled"]
+    high = format_bytes(max(high for _, high in prediction.interval_bytes_per_device))
+    doubt = f", extrapolated: up to {high}; compile it to know (capture verify)"
+    doubt = f"predicted, not compiled{doubt * prediction.extrapolated}"
+    return [*lines, f"peak {format_bytes(prediction.peak_bytes)} per device, {doubt}"]
 
 
 def unused_note(
@@ -354,63 +362,56 @@ def account_columns(accounts: Sequence[Account | None]) -> dict[str, list[str]]:
     return {name: [row.get(name, "-") for row in rows] for name in names}
 
 
-def attempts_table(attempts: Sequence[Any]) -> str:
+def attempts_table(attempts: Sequence[Attempt]) -> str:
     """Return a table of what was tried, one line per attempt."""
-    columns = account_columns([attempt.account for attempt in attempts])
-    rows = [
-        [
-            f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
-            f"{counted(attempt.question.num_microbatches, 'micro-batch', 'micro-batches')}, "
-            f"{attempt.question.schedule}",
-            attempt.result.status,
-            format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
-            attempt.rests_on if attempt.result.plan else "-",
-            "-"
-            if attempt.result.proof.step_seconds is None
-            else format_seconds(attempt.result.proof.step_seconds),
-            *(column[row] for column in columns.values()),
-        ]
-        for row, attempt in enumerate(attempts)
-    ]
+    columns, rows = account_columns([attempt.account for attempt in attempts]), []
+    for row, attempt in enumerate(attempts):
+        asked, found, seconds = attempt.question, attempt.result, attempt.result.proof.step_seconds
+        batches = counted(asked.num_microbatches, "micro-batch", "micro-batches")
+        rows.append(
+            [
+                f"{asked.cluster}, batch {asked.global_batch_size}, {batches}, {asked.schedule}",
+                found.status,
+                format_bytes(found.peak_bytes) if found.plan else "-",
+                attempt.rests_on if found.plan else "-",
+                "-" if seconds is None else format_seconds(seconds),
+                *(column[row] for column in columns.values()),
+            ]
+        )
     return table(["tried", "status", "peak", "is", "step", *columns], rows)
 
 
-def front_table(front: Any, account: Callable[[float], Account]) -> list[str]:
+def front_table(front: Front | None, account: Callable[[float], Account]) -> list[str]:
     """Return the front of peak memory against step time as a table, smallest peak first, with the
     account of each step; empty without a plan."""
     if front is None or not front.points:
         return []
     columns = account_columns([account(point.step_seconds) for point in front.points])
-    header, rows = ["peak", "step", *columns, *(["gap at most"] * front.compiled)], []
-    for n, point in enumerate(front.points):
-        rows.append([format_bytes(point.peak_bytes), format_seconds(point.step_seconds)])
-        rows[-1] += [column[n] for column in columns.values()]
-        if front.compiled:
-            rows[-1].append(distance_text(point.within_fraction))
-    if any(point.name for point in front.points):
-        header = ["plan", *header, "what it is"]
-        for row, p in zip(rows, front.points, strict=True):
-            row[:] = [p.name or "-", *row, strategy(p.stages, p.schedule, p.num_microbatches)]
-    else:
-        header += ["schedule, M", "layers (dp x tp)"]
-        for row, point in zip(rows, front.points, strict=True):
-            row += _layout(point)
+    header, rows = (
+        ["peak", "step", *columns, *(["gap at most"] * front.compiled)],
+        list[list[str]](),
+    )
+    is_named = any(point.name for point in front.points)
+    for n, p in enumerate(front.points):
+        row = [format_bytes(p.peak_bytes), format_seconds(p.step_seconds)]
+        row += [column[n] for column in columns.values()]
+        row += [distance_text(p.within_fraction)] * front.compiled
+        if is_named:
+            row = [p.name or "-", *row, strategy(p.stages, p.schedule, p.num_microbatches)]
+        else:
+            named = f"{p.schedule}, {p.num_microbatches}" if p.schedule else "-"
+            layers = (
+                f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
+                for s in p.stages
+            )
+            row += [named, ", ".join(layers)]
+        rows.append(row)
+    more = ["what it is"] if is_named else ["schedule, M", "layers (dp x tp)"]
+    header = [*(["plan"] * is_named), *header, *more]
     said = "compiled plans" if front.compiled else "a sample with both ends"
     said = "every plan that none beats in both" if front.complete else said
-    said += (
-        ", predicted, not compiled" * (not front.compiled) + ", extrapolated" * front.extrapolated
-    )
-    gaps = [point.within_fraction for point in front.points] if front.compiled else []
+    said += ", predicted, not compiled" * (not front.compiled)
+    said += ", extrapolated" * front.extrapolated
     means = "gap at most: no plan that fits is both smaller and faster than that one by more"
-    return [f"front of memory and time ({said}):", table(header, rows), *([means] * any(gaps))]
-
-
-def _layout(point: FrontPoint) -> list[str]:
-    """Return the schedule with micro-batches, and the layers with degrees, of a point of a
-    front."""
-    layers = (
-        f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
-        for s in point.stages
-    )
-    named = f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-"
-    return [named, ", ".join(layers)]
+    is_meant = front.compiled and any(point.within_fraction for point in front.points)
+    return [f"front of memory and time ({said}):", table(header, rows), *([means] * is_meant)]

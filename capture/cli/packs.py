@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, table, write_files
-from capture.cli.pack_lines import baseline_table, pack_table, prediction_lines
+from capture.cli.output import Outcome, outcome_of, parts_text, table
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
@@ -25,10 +25,10 @@ from capture.plan.headroom import Headroom, Peaks
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import AS_THEY_ARE, Swaps
 from capture.predictor.pack_step import step_bytes
-from capture.quantities import counted, format_seconds
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from capture.registered import REGISTERED
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
-from capture.report.packs import page, title
+from capture.report.packs import HEADER, page, rows
 from profiling_runs.collect import split_warnings
 from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.layers import profile_layers, with_model_hash
@@ -41,7 +41,7 @@ from recommender.harmony.recommendation import (
     not_compiled,
     step_seconds_of,
 )
-from recommender.plan_report import PlanReport
+from recommender.harmony.result import Baseline
 
 #: Of a workload; of layers alone nothing can be compiled.
 _OF_A_WORKLOAD = (
@@ -127,33 +127,30 @@ def _outcome(
     answer: PacksAnswer,
 ) -> Outcome:
     answer = noted(options, answer)
-    made = LayersReport.of(question.profile) if measured is not None else None
-    lines = [*(layers.as_text(made) if made is not None else []), *_answer_lines(question, answer)]
-    report = PlanReport.of("packs", answer, assumed=question.server.assumed)
+    lines, beside = _answer_lines(question, answer), dict[str, object]()
     if measured is not None:
-        report = replace(
-            report,
-            warnings=split_warnings(measured.task, _largest(answer.plan)),
-            layers=made,
-            failures=question.profile.made["failures"],
-        )
+        made = LayersReport.of(question.profile)
+        lines[:0] = layers.as_text(made)
+        beside["layers"], beside["failures"] = made, question.profile.made["failures"]
+        beside["warnings"] = split_warnings(measured.task, _largest(answer.plan))
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
-        beside = replace(question, swaps=AS_THEY_ARE).problem(mode)
-        found = REGISTERED["baselines"]["packs"](beside, configuration)
-        report = replace(report, baselines=found)
+        alone = replace(question, swaps=AS_THEY_ARE).problem(mode)
+        beside["baselines"] = found = REGISTERED["baselines"]["packs"](alone, configuration)
         lines.append(baseline_table(found))
-    seconds = step_seconds_of(answer)
-    took = [counted(len(answer.proof.points), "simulation")]
-    return Outcome(report, lines, int(answer.status != "ok"), answer, seconds, took=took)
+    took, beside["assumed"] = (
+        counted(len(answer.proof.points), "simulation"),
+        question.server.assumed,
+    )
+    found = outcome_of("packs", answer, lines, took, **beside)
+    return replace(found, step_seconds=step_seconds_of(answer))
 
 
 def _answer(
     options: argparse.Namespace, question: PacksQuestion, measured: LayersQuestion | None
 ) -> PacksAnswer:
-    """Search packs and return the answer; from a workload, with packs that are compiled for the
-    target."""
+    """Search packs; from a workload, with packs that are compiled for the target."""
     if measured is None:
         return harmony(question)
     uncompiled = "--no-verify" if options.no_verify else None
@@ -181,7 +178,7 @@ def _largest(plan: PacksPlan | None) -> int:
 def explain(options: argparse.Namespace, plan: PacksPlan) -> tuple[ExplainReport, list[str]]:
     """Explain a plan of packs: its tasks in the order of issue, and what is predicted."""
     asked.refuse_unread(options, "packs")
-    tasks, rows = [], []
+    tasks, shown_tasks = [], []
     for task in plan.tasks().tasks:
         by = (task.source, task.gradient, task.sink)
         ways = [None if way is None else str(way.medium) for way in by]
@@ -202,10 +199,10 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> tuple[ExplainReport
         about = [task.id, task.kind, f"{task.first}-{task.stop - 1}", where]
         if task.source is None and task.stashes:
             ways[0] = "kept"
-        rows.append([*about, " ".join(sizes) or "-", *(way or "-" for way in ways)])
+        shown_tasks.append([*about, " ".join(sizes) or "-", *(way or "-" for way in ways)])
     header = ["task", "kind", "layers", "on", "examples", "input by", "gradient by", "output by"]
     report = ExplainReport(kind="packs", needs=PlanNeeds.of(plan), tasks=tasks)
-    return report, [table(header, rows), *prediction_lines(plan)]
+    return report, [table(header, shown_tasks), *prediction_lines(plan)]
 
 
 def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, PacksPlan]:
@@ -259,26 +256,19 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> tuple[PageReport, li
     asked.refuse_unread(options, "packs", *read)
     from capture.predictor.pack_step import packs_timeline
 
-    needs = PlanNeeds.of(plan, options.memory)
-    lines = prediction_lines(plan)
-    written = write_files(
+    needs, lines = PlanNeeds.of(plan, options.memory), prediction_lines(plan)
+    return shown(
         options,
-        lambda: page(plan, lines, needs.headroom),
+        "packs",
+        page(plan, lines),
+        needs,
         lambda: packs_timeline(plan.tasks(), _profile_of(options, plan), plan.machine),
     )
-    said = [*lines, *([str(needs.headroom)] if needs.headroom else [])]
-    report = PageReport(
-        kind="packs", title=title(plan), summary="\n".join(said), needs=needs, written=written
-    )
-    return report, [pack_table(plan), *said]
 
 
 def _check_source(options: argparse.Namespace) -> None:
-    """Refuse a workload and a layer profile together, or neither of them, and options of the other.
-
-    Raises:
-        PlanError: ``plan-system``.
-    """
+    """Refuse a workload and a layer profile together, or neither of them, and options of the
+    other."""
     if (options.layers is None) == (options.workload is None):
         raise PlanError.of(
             "--system harmony plans for a workload, or from its layer profile: give WORKLOAD or "
@@ -297,26 +287,98 @@ def _check_source(options: argparse.Namespace) -> None:
     )
 
 
-def _answer_lines(question: PacksQuestion, answer: PacksAnswer) -> Iterator[str]:
-    """Yield the lines of an answer: what was assumed, and the plan with what it needs."""
-    yield from (f"assumed {name} {said}" for name, said in question.server.assumed.items())
-    yield f"{answer.status}: {answer.why.summary}"
+def _answer_lines(question: PacksQuestion, answer: PacksAnswer) -> list[str]:
+    """Return the lines of an answer: what was assumed, and the plan with what it needs."""
+    lines = [f"assumed {name} {said}" for name, said in question.server.assumed.items()]
+    lines.append(f"{answer.status}: {answer.why.summary}")
     if answer.why.uncompiled:
-        yield f"not compiled: {answer.why.uncompiled}"
+        lines.append(f"not compiled: {answer.why.uncompiled}")
     if answer.plan is None:
-        return
+        return lines
     if answer.status != "ok":
-        yield "the nearest plan, which is not saved:"
-    yield from (pack_table(answer.plan), *prediction_lines(answer.plan))
+        lines.append("the nearest plan, which is not saved:")
+    lines += [table(HEADER, rows(answer.plan)), *prediction_lines(answer.plan)]
     if answer.plan.switches.offload:
         streamed = question.profile.as_streamed(question.swaps.stream)
-        updates = streamed.update_seconds(0, streamed.num_layers)
-        yield (
-            f"updates take {format_seconds(updates)} of one host process, shared by "
-            f"{counted(question.server.devices, 'device')}"
+        updates = format_seconds(streamed.update_seconds(0, streamed.num_layers))
+        shared_by = counted(question.server.devices, "device")
+        lines.append(f"updates take {updates} of one host process, shared by {shared_by}")
+    return [*lines, *([f"a device: {answer.headroom}"] if answer.headroom else [])]
+
+
+def baseline_table(found: Sequence[Baseline]) -> str:
+    """Return a table of baselines, one line per system."""
+    lines = [
+        [
+            row.name,
+            "-" if row.seconds is None else format_seconds(row.seconds),
+            "-" if row.seconds is None else format_bytes(row.swap_bytes),
+            format_bytes(row.device_bytes) if row.device_bytes else "-",
+            format_bytes(row.host_bytes) if row.host_bytes else "-",
+            row.reason or "-",
+        ]
+        for row in found
+    ]
+    return table(["beside it", "a step", "swapped", "device", "host", "cannot run because"], lines)
+
+
+def prediction_lines(plan: PacksPlan) -> list[str]:
+    """Return the lines of both estimates of a step, the paper's and that of our instructions."""
+    if plan.prediction is None:
+        return []
+    paper, dtype = plan.prediction.paper, plan.swaps.stream
+    return [
+        *([f"parameters that layers read as {dtype} alone are streamed so"] if dtype else []),
+        *(["every device swaps its share of weights and gradients"] if plan.swaps.sharded else []),
+        f"by the paper's rules: {format_seconds(paper.step_seconds)} a step, "
+        f"{format_rate(plan.minibatch_size / paper.step_seconds)} examples/s, tasks of "
+        f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
+        f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
+        *_step_lines(plan),
+    ]
+
+
+def _step_lines(plan: PacksPlan) -> list[str]:
+    step = plan.prediction and plan.prediction.step
+    if not step:
+        return []
+    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in step.volumes_bytes.items() if n)
+    rate, idle = plan.machine.swap_bytes_per_second.value, step.idle_fractions
+    ways = {
+        way: sum(n for name, n in step.volumes_bytes.items() if name.endswith(f" {way}")) / rate
+        for way in ("in", "out")
+    }
+    least, most = (format_seconds(of(idle) * step.step_seconds) for of in (min, max))
+    assert plan.step_estimate is not None, "predicted"
+    seconds, _ = plan.step_estimate
+    how = "" if seconds == step.step_seconds else "compiled "
+    from_layers = f"; {format_seconds(step.step_seconds)} from layers alone" * bool(how)
+    return [
+        f"as {how}instructions: {format_seconds(seconds)} a step, "
+        f"{format_rate(plan.minibatch_size / seconds)} examples/s{from_layers}",
+        f"not hidden: devices compute nothing for {least} to {most} of it, beside "
+        f"{format_seconds(ways['in'])} of copies in and {format_seconds(ways['out'])} out",
+        *_memory_lines(plan),
+        f"moved in a step: {moved}",
+    ]
+
+
+def _memory_lines(plan: PacksPlan) -> list[str]:
+    """Return what a device and the host hold at their peaks, and by what that is known."""
+    assert plan.prediction is not None and plan.prediction.step is not None, "predicted"
+    alone, memory = plan.prediction.step, plan.prediction.compiled or plan.prediction.step
+    known = "from layers alone: an upper bound; capture verify compiles the packs"
+    if plan.compiled:
+        target = plan.cluster.target if plan.cluster else plan.machine.name
+        known = (
+            f"as compiled for {Path(target).stem}; {format_bytes(max(alone.device_peak_bytes))} "
+            "from layers alone"
         )
-    if answer.headroom:
-        yield f"a device: {answer.headroom}"
+    fullest, host = (parts_text(of) for of in (memory.device_parts_bytes, memory.host_parts_bytes))
+    return [
+        f"device: {format_bytes(max(memory.device_peak_bytes))} at its peak ({fullest}), {known}",
+        f"host: {format_bytes(memory.host_peak_bytes)} at its peak ({host})",
+    ]
 
 
 def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:

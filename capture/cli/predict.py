@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from capture.cli import options as shared
-from capture.cli.output import emit, peak_line, stage_table
+from capture.cli.output import emit, stage_lines
 from capture.measured.profile import Profile
 from capture.options import Option, add
 from capture.plan.kinds import load_plan, of_stages
@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> int:
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
     plan = plan.with_(prediction=prediction)
     shown = plan.with_(verification=None)
-    lines = [stage_table(shown, prediction.stages), peak_line(shown, prediction)]
+    lines = stage_lines(shown, prediction)
     if prediction.extrapolated:
         lines.append(
             "extrapolated: degrees or the micro-batch size were not profiled; capture verify PLAN "

@@ -144,13 +144,15 @@ def _made(
     made: LayerProfile | Profile
     if isinstance(question, LayersQuestion):
         made = profile_layers(question, **told)
-        found, lines = _of_layers(question, made, options.output)
+        found, lines = _of_layers(question, made)
     else:
         measurements = None if question.executes else open_measurements(question, **told)
         if measurements is not None:
             asked.say_layers(options, question, measurements)
         made = profile(question, measurements=measurements, **told)
-        found, lines = _of_windows(question, made, options.output)
+        found, lines = _of_windows(question, made)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    made.save(options.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
     report = ProfileReport(
         profile=named.pop("output"),
@@ -159,34 +161,25 @@ def _made(
         num_set_aside=len(set_aside),
         **found,
     )
-    return report, lines
+    return report, [*lines, f"profile -> {options.output}"]
 
 
-def _of_layers(
-    question: LayersQuestion, made: LayerProfile, output: Path
-) -> tuple[dict[str, Any], list[str]]:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    made.save(output)
+def _of_layers(question: LayersQuestion, made: LayerProfile) -> tuple[dict[str, Any], list[str]]:
     report = LayersReport.of(made)
     found = {
         "layers": report,
         "warnings": split_warnings(question.task, max(made.bwd.u)),
         "failures": made.made["failures"],
     }
-    return found, [*layers.as_text(report), f"layers -> {output}"]
+    return found, layers.as_text(report)
 
 
-def _of_windows(
-    question: ProfileQuestion, made: Profile, output: Path
-) -> tuple[dict[str, Any], list[str]]:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    made.save(output)
+def _of_windows(question: ProfileQuestion, made: Profile) -> tuple[dict[str, Any], list[str]]:
     report = WindowsReport.of(made, asked.layers_note(question, made.cut_into))
     sizes = ", ".join(map(str, report.microbatch_sizes))
     lines = [
         f"{counted(report.num_layers, 'layer')}, {report.num_parameters:,} parameters: "
-        f"{counted(report.num_measurements, 'measurement')} at micro-batch sizes {sizes} -> "
-        f"{output}"
+        f"{counted(report.num_measurements, 'measurement')} at micro-batch sizes {sizes}"
     ]
     if report.num_runs is not None:
         how = "compiled and replayed" if question.backend == "compile" else "executed"

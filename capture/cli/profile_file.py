@@ -10,8 +10,7 @@ from capture.cli import options as shared
 from capture.errors import ProfileError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
-from capture.model.workload import WorkloadSpec
-from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice, measured_choices
+from capture.plan.choices import REMAT_POLICIES, StageChoice, measured_choices
 from profiling_runs.question import ProfileQuestion
 
 
@@ -24,18 +23,17 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
             if it is of another workload or number of layers, ``profile-choice`` if nothing was
             profiled with the options of the stages.
     """
-    profiles = [Profile.load(path) for path in paths]
-    profile = (
-        profiles[0] if len(profiles) == 1 else merge_profiles(profiles, question.cluster.target)
-    )
+    profile, *others = (Profile.load(path) for path in paths)
+    if others:
+        profile = merge_profiles([profile, *others], question.cluster.target)
     files = ", ".join(map(str, paths))
     _check_model(profile, question, files)
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
     found = {one for one, _ in kinds}
-    known = tuple(policy for policy in REMAT_POLICIES if policy in found)
-    known += tuple(sorted(found.difference(known)))
+    order = (*REMAT_POLICIES, *sorted(found.difference(REMAT_POLICIES)))
+    known = tuple(policy for policy in order if policy in found)
     asked = measured_choices(StageChoice(remat=policy) for policy in question.remat)
     policies = tuple(choice.remat for choice in asked)
     if remat is None and known and not set(policies) <= set(known):
@@ -55,8 +53,9 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
     }
     if not {(policy, question.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
+        named = question.remat[0] if len(question.remat) == 1 else shared.AUTO
         raise ProfileError.of(
-            f"profile {files!r} has no stage with remat={_named(question.remat)}, "
+            f"profile {files!r} has no stage with remat={named}, "
             f"shard_optimizer={question.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
@@ -66,14 +65,15 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
 
 
 def _check_model(profile: Profile, question: ProfileQuestion, files: str) -> None:
-    """Refuse a profile of another model, or one that is split otherwise.
-
-    Raises:
-        ProfileError: ``profile-other-model``, ``profile-choice``.
-    """
+    """Refuse a profile of another model, or one that is split otherwise."""
     named = question.spec
     assert named is not None, "the command line names workloads"
-    if profile.workload is not None and not _same_workload(profile.workload, named):
+    # A file may have moved with its profile.
+    one, other = (
+        spec and (Path(spec.location).name, spec.function, dict(spec.arguments))
+        for spec in (profile.workload, named)
+    )
+    if one not in (None, other):
         raise ProfileError.of(
             f"profile {files!r} is of {profile.workload}, and the workload is {named}; profile "
             "that one.",
@@ -96,11 +96,7 @@ def _check_model(profile: Profile, question: ProfileQuestion, files: str) -> Non
 
 
 def _check_splits(profile: Profile, question: ProfileQuestion, files: str) -> None:
-    """Refuse a profile without the splits that are asked for.
-
-    Raises:
-        ProfileError: ``profile-choice``.
-    """
+    """Refuse a profile without the splits that are asked for."""
     for option, over, split in (
         ("shard_params", "data_parallel", "parameters over replicas"),
         ("sequence_parallel", "tensor_parallel", "activations along the sequence"),
@@ -116,16 +112,3 @@ def _check_splits(profile: Profile, question: ProfileQuestion, files: str) -> No
                 f"--{option.replace('_', '-')} asks for some; profile with it.",
                 "profile-choice",
             )
-
-
-def _same_workload(one: WorkloadSpec, other: WorkloadSpec) -> bool:
-    """Tell whether two names mean the same function; a file may have moved with its profile."""
-    return (Path(one.location).name, one.function, dict(one.arguments)) == (
-        Path(other.location).name,
-        other.function,
-        dict(other.arguments),
-    )
-
-
-def _named(policies: Sequence[Remat]) -> str:
-    return policies[0] if len(policies) == 1 else shared.AUTO

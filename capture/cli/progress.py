@@ -73,47 +73,34 @@ class Tally:
 
 #: The kind of job that traces.
 BOUNDS = "bounds from tracing"
-_STAGES = ("compiling", "compiled", "stage", "stages")
-#: What is done, to what: by kind of job, in words of people who have a model and want a plan.
+_COMPILE, _MEASURE = ("compiling", "compiled"), ("measuring", "measured")
+#: By kind of job, in words of people who have a model and want a plan: what is done, to what (with
+#: the place of its s), and what of it.
 _WORDS = {
-    "optimizer updates": _STAGES,
-    "layer windows": _STAGES,
-    "calibration": _STAGES,
-    "other sizes": _STAGES,
-    "paper runs": _STAGES,
-    "buffers of the stages": _STAGES,
-    BOUNDS: ("tracing", "traced", "kind of stage", "kinds of stage"),
-    "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
-    "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
-    "largest sizes": ("measuring", "measured", "layer", "layers"),
-    "layers": ("measuring", "measured", "layer", "layers"),
-    "segments": ("compiling", "compiled", "segment", "segments"),
-    "more programs": ("compiling", "compiled", "more program", "more programs"),
-    "programs of packs": ("compiling", "compiled", "program of packs", "programs of packs"),
-    "updates on the host": ("measuring", "measured", "update", "updates"),
-    "sums of gradients": ("measuring", "measured", "sum", "sums"),
-    "profiling runs": ("making", "made", "profiling run", "profiling runs"),
-    "devices of the workers": (
-        "asking",
-        "asked",
-        "worker for its devices",
-        "workers for their devices",
-    ),
+    "optimizer updates": (_COMPILE, "stage{}", "optimizer updates"),
+    "layer windows": (_COMPILE, "stage{}", "each layer, alone and with its neighbours"),
+    "calibration": (_COMPILE, "stage{}", "random ones, to know how far predictions are off"),
+    "other sizes": (_COMPILE, "stage{}", "a few at other micro-batch sizes, to know that of these"),
+    "paper runs": (_COMPILE, "stage{}", "those of the paper's profiling runs"),
+    "buffers of the stages": (_COMPILE, "stage{}", "what their memory consists of"),
+    BOUNDS: (("tracing", "traced"), "kind{} of stage", ""),
+    "stages of the plan": (_COMPILE, "stage{} of the plan", ""),
+    "stages of the plans": (_COMPILE, "stage{} of the plans", ""),
+    "largest sizes": (_MEASURE, "layer{}", "alone, to find the largest micro-batch size that fits"),
+    "layers": (_MEASURE, "layer{}", "alone, at the sizes between"),
+    "segments": (_COMPILE, "segment{}", "passes of every layer, by how many models may be fused"),
+    "more programs": (_COMPILE, "more program{}", "feature maps again, other numbers of models"),
+    "programs of packs": (_COMPILE, "program{} of packs", "of the plan, for its exact memory"),
+    "updates on the host": (_MEASURE, "update{}", ""),
+    "sums of gradients": (_MEASURE, "sum{}", ""),
+    "profiling runs": (("making", "made"), "profiling run{}", ""),
+    "devices of the workers": (("asking", "asked"), "worker{} for devices", ""),
 }
-#: What of it.
-_DETAILS = {
-    "optimizer updates": "optimizer updates",
-    "layer windows": "each layer, alone and with its neighbours",
-    "calibration": "random ones, to know how far predictions are off",
-    "other sizes": "a few at other micro-batch sizes, to know the same of these",
-    "paper runs": "those of the paper's profiling runs",
-    "largest sizes": "alone, to find the largest micro-batch size that fits",
-    "layers": "alone, at the sizes between",
-    "segments": "the passes of every layer, for each number of models that may be fused",
-    "more programs": "what makes feature maps again, and other numbers of models",
-    "buffers of the stages": "what their memory consists of",
-    "programs of packs": "of the plan, for its exact memory",
-}
+
+
+def _counted(number: int, thing: str) -> str:
+    """Return a number of things, which have ``{}`` where their s is."""
+    return counted(number, thing.format(""), thing.format("s"))
 
 
 def progress(options: argparse.Namespace) -> Progress:
@@ -129,7 +116,8 @@ def progress(options: argparse.Namespace) -> Progress:
         clear_line()
         text, now = _told(kind, tally), tally.clock()
         if tally.done < tally.total and rewrites:
-            rewritten(text + (f": {_DETAILS[kind]}" if kind in _DETAILS else ""))
+            *_, detail = _WORDS.get(kind, ("",))
+            rewritten(f"{text}: {detail}" if detail else text)
         elif tally.done == tally.total or (tally.done and now - said >= PAUSE_SECONDS):
             # When the first is done all kinds are known.
             print(text, file=sys.stderr, flush=True)
@@ -141,8 +129,8 @@ def progress(options: argparse.Namespace) -> Progress:
 def _told(kind: str, tally: Tally) -> str:
     """Return how far jobs are in words, with the time left once there are jobs enough to tell: the
     first one waits for its worker to start."""
-    doing, did, *things = _WORDS.get(kind, ("doing", "did", kind, kind))
-    of = counted(tally.total, *things)
+    (doing, did), thing, _ = _WORDS.get(kind, (("doing", "did"), kind, ""))
+    of = _counted(tally.total, thing)
     if tally.done == tally.total:
         return f"{did} {of} in {tally.seconds:.0f} s"
     left = tally.seconds_left if tally.done >= 5 else None
@@ -216,11 +204,10 @@ class SearchProgress:
 
     @property
     def _left(self) -> str:
-        """The number of stages that are traced or compiled of those asked for, in words; empty
-        where nothing is left."""
+        """The stages that are traced or compiled of those asked for, in words; empty for all."""
         (known, kinds), (done, total) = self._kinds, self._counts
         if known < kinds:
-            return f"{known} of {counted(kinds, *_WORDS[BOUNDS][2:])} known"
+            return f"{known} of {_counted(kinds, _WORDS[BOUNDS][1])} known"
         return f"compiled {done} of {counted(total, 'stage')}" if done < total else ""
 
     def _print(self, text: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from capture import environment
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
-    _refuse_unread(options)
+    PlanError.check(_unread(options))
     if options.ray is None and options.hosts != "none":  # which may see other folders
         check_folders(
             options.save,
@@ -111,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, plan: PlanFile) -> int:
-    """Execute a plan of any kind, here or on several hosts."""
+    """Execute a plan of any kind, in this process or on several hosts."""
     if plan.memory_fraction is not None:
         environment.prepare_device_memory(plan.memory_fraction)
     if plan.cluster is not None:
@@ -121,16 +122,11 @@ def _run(options: argparse.Namespace, plan: PlanFile) -> int:
     if plan.host_memory_bytes:
         environment.prepare_host_memory(plan.host_memory_bytes)
     environment.prepare(num_devices=plan.num_devices)
-    return _trained(options, plan)
-
-
-def _trained(options: argparse.Namespace, plan: PlanFile) -> int:
-    """Train by a plan, in this process."""
     spec, plan = asked.workload_of(options, plan), plan.admitted(options.trust)
     from capture.runtime.training import train
 
     training = Training(**_training(options))
-    document = train(plan, spec.load(), training, lambda text: say(options, text))
+    document = train(plan, spec.load(), training, partial(say, options))
     return finish(options, document, plan.model_names)
 
 
@@ -139,18 +135,22 @@ def finish(
 ) -> int:
     """Say what was done, and write what was asked for; of several models, with what is set for
     each."""
-    events, text = document.pop("trace", None), as_text(document, models)
+    events, lines = document.pop("trace", None), [*as_text(document, models)]
     if events is not None:
         save_events(from_zero(events), options.trace)
         document["written"] = {"trace": str(options.trace)}
-    emit(options, RunReport(**document), text)
+    emit(options, RunReport(**document), *lines)
     return 0
 
 
 def _over_hosts(options: argparse.Namespace, plan: PlanFile) -> int:
     kind_of(plan).check("several hosts", "--ray" if options.hosts is None else "--hosts")
     spec, training = asked.workload_of(options, plan), _training(options)
-    restarts, report = _restarts(options, plan), lambda text: say(options, text)
+    most = options.max_restarts
+    if most is None:
+        most = 0 if options.save_every is None else 3
+    restarts = Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
+    report = partial(say, options)
     silent = SILENT_SECONDS if options.heartbeat is None else options.heartbeat
     if options.hosts != "none":
         document = (
@@ -183,181 +183,134 @@ def _training(options: argparse.Namespace) -> dict[str, Any]:
     return taken(Training, vars(options)) | {"trace": options.trace is not None}
 
 
-def _restarts(options: argparse.Namespace, plan: PlanFile) -> Restarts:
-    most = options.max_restarts
-    if most is None:
-        most = 0 if options.save_every is None else 3
-    return Restarts(most, replanner(options.profile, plan) if options.on_loss else None)
-
-
-def _refuse_unread(options: argparse.Namespace) -> None:
-    """Refuse options that only other runs read.
-
-    Raises:
-        PlanError: ``run-restarts`` where nothing is started again, ``run-ray`` for what does not go
-            with Ray or only with it, ``run-transport`` in one process.
-    """
+def _unread(options: argparse.Namespace) -> Iterator[Violation]:
+    """Yield a violation per option that only other runs read."""
     starts = options.hosts == "local" or options.ray is not None
     of_driver = {
         "--max-restarts": (options.max_restarts, starts),
         "--heartbeat": (options.heartbeat, starts),
         "--on-loss": (options.on_loss, options.hosts == "local"),
     }
-    violations = [
-        Violation(
-            f"{name} {value}: only --hosts local{'' if name == '--on-loss' else ' and --ray'} "
-            "starts processes and watches them; elsewhere your scheduler does. Leave it out.",
-            "run-restarts",
-        )
-        for name, (value, is_read) in of_driver.items()
-        if value is not None and not is_read
-    ]
-    if bool(options.profile) != bool(options.on_loss):
-        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
-        violations.append(
-            Violation(
-                f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
-                f"else; give both --on-loss {REPLAN} and --profile FILE.",
+    for name, (value, is_read) in of_driver.items():
+        if value is not None and not is_read:
+            yield Violation(
+                f"{name} {value}: only --hosts local{'' if name == '--on-loss' else ' and --ray'} "
+                "starts processes and watches them; elsewhere your scheduler does. Leave it out.",
                 "run-restarts",
             )
+    if bool(options.profile) != bool(options.on_loss):
+        given = "--profile" if options.profile else f"--on-loss {REPLAN}"
+        yield Violation(
+            f"{given}: plans for the nodes that are left are made of a profile, and of nothing "
+            f"else; give both --on-loss {REPLAN} and --profile FILE.",
+            "run-restarts",
         )
     if options.ray is not None and options.hosts is not None:
-        violations.append(
-            Violation(
-                f"--ray {options.ray} has Ray start the processes, and --hosts {options.hosts} "
-                "does not; give one of them.",
-                "run-ray",
-            )
+        yield Violation(
+            f"--ray {options.ray} has Ray start the processes, and --hosts {options.hosts} does "
+            "not; give one of them.",
+            "run-ray",
         )
     if options.transport is not None and options.hosts is None and options.ray is None:
-        violations.append(
-            Violation(
-                f"--transport {options.transport} is of several hosts; add --hosts or --ray.",
-                "run-transport",
-            )
+        yield Violation(
+            f"--transport {options.transport} is of several hosts; add --hosts or --ray.",
+            "run-transport",
         )
     if options.ray is None and options.accelerator is not None:
-        violations.append(
-            Violation(
-                f"--accelerator {options.accelerator} is of a Ray cluster; add --ray.", "run-ray"
-            )
+        yield Violation(
+            f"--accelerator {options.accelerator} is of a Ray cluster; add --ray.", "run-ray"
         )
-    PlanError.check(violations)
 
 
-def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> str:
-    """Return a table of devices and the losses; of several models, each with what is set for it."""
-    predicted, measured = (
-        document["predicted_peak_bytes_per_device"],
-        document["measured_peak_bytes_per_device"] or [],
-    )
+def as_text(document: dict[str, Any], models: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table of devices and the losses; of several models, each with what is set for it."""
+    predicted = document["predicted_peak_bytes_per_device"]
+    measured = document["measured_peak_bytes_per_device"] or []
     compared = error_fractions(predicted, measured) if document["is_target"] and measured else None
-    rows = [
-        [
-            d,
-            format_bytes(predicted[d]) if predicted else "-",
-            format_bytes(peak),
-            "-" if compared is None or (error := compared[d]) is None else f"{error:+.2%}",
-        ]
-        for d, peak in enumerate(measured)
-    ]
+    rows = []
+    for d, peak in enumerate(measured):
+        error = None if compared is None else compared[d]
+        off = "-" if error is None else f"{error:+.2%}"
+        rows.append([d, format_bytes(predicted[d]) if predicted else "-", format_bytes(peak), off])
     header = ["device", "predicted peak", "measured peak", "prediction off by"]
     if hosts := document["hosts"]:
         host_of = [h for h, host in enumerate(hosts) for _ in range(host["num_devices"])]
         header = ["host", *header]
         rows = [[host_of[d], *row] for d, row in enumerate(rows)]
-    lines = [
-        table(header, rows),
-        f"measured by {document['meter']}",
-    ]
-    if offered := max(document["offered_peak_bytes_per_device"] or [0]):
-        lines.append(
-            f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
-            "device; predictions are of one process, without it"
-        )
-    lines += [*_beside(document)]
+    yield table(header, rows)
+    yield f"measured by {document['meter']}"
+    yield from _beside(document)
     named = {"loss": document["losses"], "one device": document["reference_losses"]}
     for name, losses in named.items():
         if losses is not None and models:
             each = zip(*losses, strict=True)
-            rows = [[m, models[m], _losses(of)] for m, of in enumerate(each)]
-            lines.append(table(["model", "with", name], rows))
+            yield table(
+                ["model", "with", name], [[m, models[m], _losses(of)] for m, of in enumerate(each)]
+            )
         elif losses is not None:
-            lines.append(f"{name} {_losses(losses)}")
-    lines += _errors(document)
+            yield f"{name} {_losses(losses)}"
+    yield from _errors(document)
     if document["saved"] is not None:
-        lines.append(f"state -> {document['saved']}")
-    return "\n".join(lines)
+        yield f"state -> {document['saved']}"
 
 
 def _beside(document: dict[str, Any]) -> Iterator[str]:
     """Yield what was measured beside the peaks of devices, and what those do not say."""
+    if offered := max(document["offered_peak_bytes_per_device"] or [0]):
+        yield (
+            f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
+            "device; predictions are of one process, without it"
+        )
     if (host := document["host"]) is not None:
         said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
-        yield (
-            f"the host held {'?' if held is None else format_bytes(held)}"
-            + ("" if said is None else f", predicted {format_bytes(said)}")
-        )
+        expected = "" if said is None else f", predicted {format_bytes(said)}"
+        yield f"the host held {'?' if held is None else format_bytes(held)}{expected}"
     if (heap := document["allocator"]) is not None:
         yield from _of_malloc(heap)
-    dispatch = document["dispatch_seconds"]
-    if dispatch is not None:
+    if (dispatch := document["dispatch_seconds"]) is not None:
         yield (
             f"issuing a step's instructions takes {format_seconds(dispatch)} of one core (median "
             "of the steps without a meter)"
         )
     if not document["is_target"]:
-        yield (
-            f"predicted for target {document['target']}, measured on {document['platform']}: not "
-            "to be compared"
-        )
+        where = f"target {document['target']}, measured on {document['platform']}"
+        yield f"predicted for {where}: not to be compared"
     if not document["predicted_peak_bytes_per_device"] and document["host"] is None:
         yield (
             "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
             "capture verify PLAN -o PLAN the peaks"
         )
     if any((moved := document["moved_bytes"] or {}).values()):
-        yield (
-            f"an update copies {format_bytes(moved['to_host'])} to the host and "
-            f"{format_bytes(moved['to_device'])} back"
-        )
+        out, back = (format_bytes(moved[way]) for way in ("to_host", "to_device"))
+        yield f"an update copies {out} to the host and {back} back"
 
 
-def _errors(document: dict[str, Any]) -> list[str]:
-    """Return lines with the largest errors beside one device, where that was asked for, and what
-    roundings do not explain."""
+def _errors(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the largest errors beside one device, and what roundings do not explain."""
+    param, gradient = document["worst_param"], document["worst_gradient"]
+    about = param and (
+        f"{param['leaf']} of model {param['model']}, which one rounding of its gradients moves by "
+        f"{param['rounding_error']:.1e} when it is alone"
+    )
+    worst = {"loss": None, "gradient": gradient, "param": about}
     errors = [
-        f"{what} {error:.1e}" + ("" if worst is None else f" ({worst})")
-        for what, error, worst in (
-            ("loss", document["max_relative_loss_error"], None),
-            ("gradients", document["max_relative_gradient_error"], document["worst_gradient"]),
-            ("parameters", document["max_relative_param_error"], _worst(document["worst_param"])),
-        )
-        if error is not None
+        f"{what} {error:.1e}" + ("" if worst[name] is None else f" ({worst[name]})")
+        for name, what in (("loss", "loss"), ("gradient", "gradients"), ("param", "parameters"))
+        if (error := document[f"max_relative_{name}_error"]) is not None
     ]
-    lines = [f"largest relative error: {', '.join(errors)}"] if errors else []
+    if errors:
+        yield f"largest relative error: {', '.join(errors)}"
     most, error = document["gradient_rounding_error"], document["max_relative_gradient_error"]
     if most is not None and error is not None and not error <= most:  # it may be no number
-        lines.append(
+        yield (
             f"roundings are taken to explain {most:.1e} of gradients: unless one of them tips a "
             "choice of the model, this step trains another function than one device "
             "(docs/limits.md names what micro-batches change)"
         )
-    return lines
 
 
 def _losses(losses: Sequence[float]) -> str:
     return " ".join(f"{loss:.6f}" for loss in losses)
-
-
-def _worst(param: Mapping[str, object] | None) -> str | None:
-    """Describe which parameter of a model is off most."""
-    if param is None:
-        return None
-    return (
-        f"{param['leaf']} of model {param['model']}, which one rounding of its gradients moves by "
-        f"{param['rounding_error']:.1e} when it is alone"
-    )
 
 
 def _of_malloc(heap: dict[str, Any]) -> list[str]:

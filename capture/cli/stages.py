@@ -137,7 +137,7 @@ def plan(options: argparse.Namespace) -> Outcome:
     # Any number of micro-batches may do where none is said.
     num = 1 if given.microbatches is None else given.microbatches
     of_profile = asked.profile_question({**vars(options), "microbatches": num})
-    of_a_profile = bounds_first.of_a_profile(options, of_profile)
+    of_a_profile = bounds_first.of_a_profile(options)
     whole = None if of_a_profile else whole_question(given, fixed)
     if whole is None:
         of_profile = asked.profile_question(vars(options))

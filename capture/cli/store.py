@@ -98,13 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("retry", _retry, "let jobs that were set aside be tried again").add_argument(
         "keys", nargs="*", metavar="KEY", help="default: all"
     )
-    add("export", _export, "write everything, one JSON document per line").add_argument(
-        "file", type=Path, metavar="FILE"
-    )
-    add("import", _import, "read what export wrote").add_argument("file", type=Path, metavar="FILE")
-    add("merge", _merge, "take what another store has").add_argument(
-        "file", type=Path, metavar="FILE"
-    )
+    for name, action, text in (
+        ("export", _export, "write everything, one JSON document per line"),
+        ("import", _import, "read what export wrote"),
+        ("merge", _merge, "take what another store has"),
+    ):
+        add(name, action, text).add_argument("file", type=Path, metavar="FILE")
     gc = add("gc", _gc, "forget jobs that were not done, and with options also measurements")
     gc.add_argument(
         "--older-than",
@@ -156,14 +155,9 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
         text = table(
             ["key", "kind", "attempts", "workload", "error"],
             [
-                [
-                    row.key,
-                    row.job.get("kind", ""),
-                    row.attempts,
-                    row.job.get("workload"),
-                    row.error.partition("\n")[0][:60],
-                ]
-                for row in rows
+                [r.key, r.job.get("kind", ""), r.attempts, r.job.get("workload"), cause[:60]]
+                for r in rows
+                for cause, *_ in [r.error.partition("\n")]
             ],
         )
     keys = {row.key: {**row.job, "attempts": row.attempts, "error": row.error} for row in rows}
@@ -233,11 +227,7 @@ def _read(path: Path) -> Iterator[Row]:
 
 
 def _row(data: object) -> Row:
-    """Return a row of the store, if every field of it is of its type.
-
-    Raises:
-        FieldError: naming the first that is not.
-    """
+    """Return a row of the store, if every field of it is of its type."""
     row = read(data, Row, strict=True)
     if row.state not in STATES:
         raise FieldError(f"state is {row.state!r} and must be one of {', '.join(STATES)}")
@@ -261,9 +251,8 @@ def _say_added(options: argparse.Namespace, added: int, different: list[str]) ->
 def _gc(options: argparse.Namespace, store: Store) -> None:
     limit = None
     if options.older_than is not None:
-        limit = (datetime.now(UTC) - timedelta(days=options.older_than)).strftime(
-            "%Y-%m-%dT%H:%M:%SZ"
-        )
+        begin = datetime.now(UTC) - timedelta(days=options.older_than)
+        limit = begin.strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def unwanted(row: Row) -> bool:
         if row.created is None:

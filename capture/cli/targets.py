@@ -86,7 +86,7 @@ def _question(options: argparse.Namespace, target: str, terms: Terms) -> _OfTarg
     closed = copy(own)
     close(closed, shared.LEFT_OPEN)
     of_profile = asked.profile_question({**vars(closed), "microbatches": 1})
-    of_a_profile(closed, of_profile)
+    of_a_profile(closed)
     whole = whole_question(own)
     assert whole is not None, "targets with rates are compared"
     if not (options.quick or options.compiles == 0):

@@ -308,8 +308,8 @@ class Profile:
             schedule,
             self.auto_layers,
             self.tensor_parallel_rule,
-            self.model_hashes.get(global_batch_size // num_microbatches, ""),
-            self.workload,
+            model_hash=self.model_hashes.get(global_batch_size // num_microbatches, ""),
+            workload=self.workload,
         )
 
     def to_json(self) -> dict[str, Any]:

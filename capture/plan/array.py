@@ -1,51 +1,7 @@
 """What a search for an array of models decides, in plain data: which models are one program, in
 which order their passes are issued, and what becomes of each feature map until it is read again.
 
-A plan is JSON:
-
-    schema_version            1
-    kind                      "array"
-    workload, model_hash, cluster
-                              as in a plan of stages; the cluster is one device
-    num_layers                of the model
-    batch_size                examples of one model in a step
-    models                    of each its seed and its hyperparameters, by the names with which
-                              optax.inject_hyperparams knows them; where they are not the plan's,
-                              its batch_size and its workload, by the name that the command line
-                              has for it
-    tasks                     of models with a batch_size or workload of their own, what was
-                              traced: batch_size, workload, num_layers, model_hash; left out where
-                              there are none
-    shared                    patterns of the paths of parameters that all models have alike, as
-                              "base/*": there once, read by all, updated by none
-    shared_batches            whether all models read the same batch
-    partition                 sub-arrays: the models (from 0) that are one program, all of one
-                              batch_size and workload
-    order                     "multiplexed": the backward pass of each sub-array beside the forward
-                              pass of the next; "in turn": one after the other
-    decisions                 per sub-array, of the bundles of feature maps that are not retained:
-                              bundle, its name; choice, "swap" or "recompute"; ahead, how many
-                              backward segments before its first use a swapped one is fetched;
-                              behind, after how many segments of all sub-arrays the step waits for
-                              its copy where something could come early in its place, null for
-                              only when something needs the room
-    remat                     what the backward pass of every layer recomputes of it, whatever the
-                              decisions say of bundles ("full", "dots", or a policy of an installed
-                              package); left out where nothing
-    bundle_bytes              feature maps of equal lifetime are one bundle until it has so many
-                              bytes
-    memory_limit_bytes        up to which the step lets copies go on before it waits for them; null
-                              for no limit
-    prediction                peak_bytes and parts_bytes of the device, host_peak_bytes,
-                              step_seconds (simulated), swapped_bytes in one direction,
-                              recomputed_bytes, retained_bytes
-    seconds_from              where the seconds of programs and copies are from, of which a step is
-                              simulated: "rates of h200", or what they were executed on; "" if
-                              nothing is predicted
-    saturation                of sub-arrays of some sizes, models and the seconds of their programs,
-                              one after the other, for an update of all of them; task, from 0 in the
-                              order of the models, left out for the first
-    why, candidates           what the search says of its choice, and the others that it weighed
+Its JSON has the fields of the classes below.
 
 Source: Purandare et al. 2023 (mu-TWO), 3.2.
 """
@@ -215,7 +171,8 @@ class ArrayPrediction:
         parts_bytes: Bytes at the peak, by category.
         host_peak_bytes: Peak memory of the host, which holds what is swapped.
         step_seconds: Seconds of an update of every model.
-        retained_bytes, swapped_bytes, recomputed_bytes: Bytes of feature maps in a step.
+        retained_bytes, swapped_bytes, recomputed_bytes: Bytes of feature maps in a step; of those
+            that are swapped in one direction.
     """
 
     peak_bytes: int
@@ -247,19 +204,39 @@ class Saturation:
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayPlan(PlanFile):
-    """Models that are trained together on one device; see the module for the fields.
+    """Models that are trained together on one device.
 
     Attributes:
-        workload, batch_size: Of models that have none of their own.
-        model_hash, num_layers: Of these, as traced.
-        models: Of the array.
-        tasks: Others that models train.
-        remat: Policy of every layer's backward pass, whatever is decided of bundles; None: all that
-            is retained is kept.
+        cluster: The one device.
+        workload: What models train that name none of their own.
+        batch_size: Examples of a step of models that have no other.
+        model_hash, num_layers: Of that workload, as traced.
+        models: The seed and hyperparameters of each, by the names with which
+            optax.inject_hyperparams knows them.
+        tasks: What was traced of models with a batch_size or workload of their own; left out where
+            there are none.
+        shared: Patterns of the paths of parameters that all models have alike, as ``"base/*"``:
+            there once, read by all, updated by none.
+        shared_batches: Whether all models read the same batch.
+        partition: Sub-arrays: the models (from 0) that are one program, all of one batch_size and
+            workload.
+        order: ``"multiplexed"``: the backward pass of each sub-array beside the forward pass of the
+            next; ``"in turn"``: one after the other.
+        decisions: Per sub-array, the bundles of feature maps that are not retained.
+        remat: What the backward pass of every layer recomputes of it, whatever is decided of
+            bundles (``"full"``, ``"dots"``, or a policy of an installed package); None, and left
+            out, where all that is retained is kept.
+        bundle_bytes: Feature maps of equal lifetime are one bundle until it has so many bytes.
+        memory_limit_bytes: Up to which the step lets copies go on before it waits for them; None
+            for no limit.
+        prediction: Bytes and seconds of a step.
+        seconds_from: Where the seconds of programs and copies are from, of which a step is
+            simulated: ``"rates of h200"``, or what they were executed on; empty if nothing is
+            predicted.
+        saturation: What fusing models is worth, of sub-arrays of some sizes.
+        why, candidates: What the search says of its choice, and the others that it weighed.
         named_by: The file that names the workloads of its models (``WorkloadSpec.named_by``);
             empty for a plan that a program makes.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``array-models`` for none,
@@ -288,15 +265,12 @@ class ArrayPlan(PlanFile):
     memory_limit_bytes: int | None = None
     remat: Remat | None = None
     num_layers: int = 0
-    model_hash: str = ""
-    workload: WorkloadSpec | None = None
     tasks: tuple[ArrayTask, ...] = ()
     prediction: ArrayPrediction | None = field(default=None, compare=False)
     seconds_from: str = field(default="", compare=False)
     saturation: tuple[Saturation, ...] = field(default=(), compare=False)
     why: Why | None = field(default=None, compare=False)
     candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
     named_by: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -319,7 +293,6 @@ class ArrayPlan(PlanFile):
 
     @property
     def num_models(self) -> int:
-        """The number of models that a step trains."""
         return len(self.models)
 
     @property
@@ -360,31 +333,19 @@ class ArrayPlan(PlanFile):
         return names
 
     def workloads(self, workload: WorkloadProtocol) -> list[WorkloadProtocol]:
-        """Return what each model trains, given the plan's own workload.
-
-        Raises:
-            WorkloadError: As ``named_workload``.
-        """
         given = {"": workload}
         return [named_workload(one.workload, given, self.named_by) for one in self.trained]
 
     def admitted(self, trust: bool = False) -> ArrayPlan:
-        """Return the plan, if what its models name beside its own workload may be loaded.
-
-        Raises:
-            WorkloadError: as ``WorkloadSpec.admitted``.
-        """
         for name in {task.workload for task in self.trained if ":" in task.workload}:
             WorkloadSpec.parse(name).in_file(self.named_by).admitted(trust)
         return replace(self, named_by="")
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> ArrayPlan:
-        """Return the plan that a file's fields describe."""
         return cls(**written, named_by="a document")
 
     def resolved(self, path: Path | str) -> ArrayPlan:
-        """Return the plan that was read from a file, as seen from the working directory."""
         return replace(super().resolved(path), named_by=str(path))
 
     def moved(

@@ -109,11 +109,8 @@ class StageChoice:
         said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
         said += [f"remat {self.remat}"] * (self.remat != "none")
         said += ["activations split along the sequence"] * self.sequence_parallel
-        said += [
-            "parameters split over replicas"
-            if self.shard_params
-            else "optimizer split over replicas"
-        ] * (self.shard_optimizer or self.shard_params)
+        what = "parameters" if self.shard_params else "optimizer"
+        said += [f"{what} split over replicas"] * (self.shard_optimizer or self.shard_params)
         return ", ".join(said)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,16 +176,10 @@ def with_mixtures(choices: Sequence[StageChoice], num_layers: int) -> list[Stage
         ['cheap', 'full', 'full:1', 'full:2', 'full:3', 'full:4', 'full:6']
     """
     counts = sorted({n << bit for bit in range(num_layers.bit_length()) for n in (1, 3)})
-    return [
-        *choices,
-        *(
-            replace(choice, remat=f"full:{count}")
-            for choice in choices
-            if choice.remat == "full" and replace(choice, remat="cheap") in choices
-            for count in counts
-            if count < num_layers
-        ),
-    ]
+    names = [f"full:{count}" for count in counts if count < num_layers]
+    full = (choice for choice in choices if choice.remat == "full")
+    both = [choice for choice in full if replace(choice, remat="cheap") in choices]
+    return [*choices, *(replace(choice, remat=name) for choice in both for name in names)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +200,8 @@ def with_sharded_params(choices: Sequence[StageChoice]) -> list[StageChoice]:
         >>> [choice.shard_params for choice in choices]
         [False, False, True]
     """
-    return [
-        *choices,
-        *(
-            replace(choice, shard_optimizer=True, shard_params=True)
-            for choice in choices
-            if choice.data_parallel > 1
-        ),
-    ]
+    split = (choice for choice in choices if choice.data_parallel > 1)
+    return [*choices, *(replace(c, shard_optimizer=True, shard_params=True) for c in split)]
 
 
 def with_sequence_parallel(choices: Sequence[StageChoice]) -> list[StageChoice]:
@@ -228,11 +213,5 @@ def with_sequence_parallel(choices: Sequence[StageChoice]) -> list[StageChoice]:
         >>> [choice.sequence_parallel for choice in choices]
         [False, False, True]
     """
-    return [
-        *choices,
-        *(
-            replace(choice, sequence_parallel=True)
-            for choice in choices
-            if choice.tensor_parallel > 1
-        ),
-    ]
+    split = (choice for choice in choices if choice.tensor_parallel > 1)
+    return [*choices, *(replace(choice, sequence_parallel=True) for choice in split)]

@@ -61,13 +61,13 @@ class ClusterRow:
 
 @cache
 def _document(kind: Any) -> type[Any]:
-    """Return the dataclass of what files of a kind of plan have, what is alike for every kind
-    first."""
+    """Return the dataclass of what files of a kind of plan have, what all have first."""
     hints, known = get_type_hints(kind), {row.name: row for row in fields(kind)}
     hints["cluster"] = ClusterRow if hints["cluster"] is Cluster else ClusterRow | None
     hints |= kind.IN_FILES
     rows: list[tuple[str, Any, Any]] = []
-    for name in dict.fromkeys(("workload", "model_hash", "cluster", *known, *kind.IN_FILES)):
+    first = ("workload", "model_hash", "cluster", *(name for name in known if name != "asked"))
+    for name in dict.fromkeys((*first, "asked", *kind.IN_FILES)):
         if (hint := hints[name]) is None:
             continue
         default = field(default=None) if NoneType in get_args(hint) else field()
@@ -78,6 +78,7 @@ def _document(kind: Any) -> type[Any]:
     return make_dataclass(f"{kind.__name__}File", rows, frozen=True, kw_only=True)
 
 
+@dataclass(frozen=True, kw_only=True)
 class PlanFile:
     """The part of a plan that is alike for every kind: devices, workload, and a file of JSON.
 
@@ -90,7 +91,8 @@ class PlanFile:
             for fields that are not there.
         REQUIRED: Fields with defaults that files must have all the same.
         LEFT_OUT: Fields that files leave out where they say nothing.
-        workload: By name; None for a plan made from Python objects.
+        workload: The workload by name; None for a plan made from Python objects.
+        model_hash: Content hash of the traced loss; empty if never traced.
         cluster: The devices; None where a kind knows them otherwise, or not at all.
         asked: What ``capture plan`` was asked, as the keys of a question's file; empty for a plan
             that was made otherwise.
@@ -100,16 +102,17 @@ class PlanFile:
     IN_FILES: ClassVar[Mapping[str, Any]] = {}
     REQUIRED: ClassVar[Collection[str]] = ()
     LEFT_OUT: ClassVar[Collection[str]] = ("asked",)
-    workload: WorkloadSpec | None
+    workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: Cluster | None
-    asked: Mapping[str, Any]
+    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def in_files(self) -> dict[str, Any]:
         """Return the values of fields that are others in files."""
         return {}
 
     @classmethod
-    def out_of_file(cls, written: dict[str, object]) -> Self:
+    def out_of_file(cls, written: dict[str, Any]) -> Self:
         """Return the plan of what a file has, the inverse of ``in_files``.
 
         Args:
@@ -187,7 +190,7 @@ class PlanFile:
             moved["cluster"] = replace(self.cluster, target=target(self.cluster.target))
         if self.workload is not None:
             moved["workload"] = workload(self.workload)
-        return replace(self, **moved) if moved else self  # type: ignore[type-var]
+        return replace(self, **moved) if moved else self
 
     @property
     def known_cluster(self) -> Cluster:
@@ -281,11 +284,19 @@ class PlanFile:
         return ()
 
     def workloads(self, workload: WorkloadProtocol) -> list[WorkloadProtocol]:
-        """Return what each model trains, given the plan's own workload."""
+        """Return what each model trains, given the plan's own workload.
+
+        Raises:
+            WorkloadError: of models that name another workload, as ``named_workload``.
+        """
         return [workload]
 
     def admitted(self, trust: bool = False) -> Self:
-        """Return the plan, if what it names beside its own workload may be loaded."""
+        """Return the plan, if what it names beside its own workload may be loaded.
+
+        Raises:
+            WorkloadError: as ``WorkloadSpec.admitted``.
+        """
         return self
 
     @property

@@ -103,8 +103,9 @@ class Kind:
         )
 
 
-def _verbs(path: str, *names: str) -> dict[str, Registered]:
+def _verbs(path: str) -> dict[str, Registered]:
     """Return what verbs do, by name; ``path`` says where that is, with ``{}`` for the verb."""
+    names = ("verify", "explain", "report", "diff")
     return {name: Registered(f"capture.cli.{path.format(name)}") for name in names}
 
 
@@ -116,7 +117,7 @@ _OWN: Mapping[str, Kind] = {
             "capture",
             Plan,
             Registered("capture.cli.stages:ASKS"),
-            _verbs("{}:stages", "verify", "explain", "report", "diff"),
+            _verbs("{}:stages"),
             "capture.pipeshard",
             Registered("capture.runtime.pipeline:pipeshard"),
         ),
@@ -125,7 +126,7 @@ _OWN: Mapping[str, Kind] = {
             "osdp",
             ShardingPlan,
             Registered("capture.cli.osdp:ASKS"),
-            _verbs("osdp:{}", "verify", "explain", "report", "diff"),
+            _verbs("osdp:{}"),
             "capture.shard",
             Registered("capture.runtime.sharded.step:sharded_step"),
             {
@@ -139,7 +140,7 @@ _OWN: Mapping[str, Kind] = {
             "harmony",
             PacksPlan,
             Registered("capture.cli.packs:ASKS"),
-            _verbs("packs:{}", "verify", "explain", "report", "diff"),
+            _verbs("packs:{}"),
             "capture.streamed",
             Registered("capture.runtime.streamed:streamed"),
             {
@@ -152,7 +153,7 @@ _OWN: Mapping[str, Kind] = {
             "mutwo",
             ArrayPlan,
             Registered("capture.cli.array:ASKS"),
-            _verbs("array:{}", "verify", "explain", "report", "diff"),
+            _verbs("array:{}"),
             "capture.train_array",
             Registered("capture.runtime.multiplexed:train_array"),
             {

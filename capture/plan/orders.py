@@ -158,35 +158,6 @@ def zb_h1(num_groups: int, num_microbatches: int) -> Orders:
     return orders
 
 
-def zb_h2(num_groups: int, num_microbatches: int) -> Orders:
-    """Return orders with as many forward passes ahead as fill the bubble: with equal passes no
-    group waits between its first and its last, and each keeps up to 2 D - 1 micro-batches.
-
-    Source: Qi et al. 2023, 2.2.
-    """
-    kind = SCHEDULES["zb-h2"]
-    return fill(kind.placement(num_groups), num_microbatches, 2 * num_groups - 1, _ZB_H2)
-
-
-def zb_v(num_groups: int, num_microbatches: int) -> Orders:
-    """Return the orders of two stages per group in the shape of a V, with at most 2 D of their
-    passes kept: as many micro-batches as the first group of 1F1B keeps, on every group.
-
-    Source: Qi et al. 2023, 6; the order is found by filling time, as the paper's is.
-    """
-    kind = SCHEDULES["zb-v"]
-    return fill(kind.placement(num_groups), num_microbatches, 2 * num_groups, _V)
-
-
-def v_half(num_groups: int, num_microbatches: int) -> Orders:
-    """Return the orders of ``zb_v`` with at most floor(D / 2) + 1 micro-batches kept: half as many.
-
-    Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), V-Half.
-    """
-    kind = SCHEDULES["v-half"]
-    return fill(kind.placement(num_groups), num_microbatches, 2 * (num_groups // 2 + 1), _V)
-
-
 def dualpipev(num_groups: int, num_microbatches: int) -> Orders:
     """Return the orders of DualPipe's V: from both of its ends at once, forward passes beside
     backward passes, split at the beginning and the end.
@@ -334,13 +305,27 @@ def fill(
     return orders
 
 
+def _v(num_groups: int) -> tuple[int, ...]:
+    """Return the groups of two stages per group in the shape of a V."""
+    return (*range(num_groups), *reversed(range(num_groups)))
+
+
 SCHEDULES: Mapping[str, ScheduleKind] = {
     "gpipe": ScheduleKind(gpipe),
     "1f1b": ScheduleKind(one_forward_one_backward),
     "interleaved": ScheduleKind(interleaved, stages_per_group=2, multiple=True),
     "zb-h1": ScheduleKind(zb_h1, splits_backward=True),
-    "zb-h2": ScheduleKind(zb_h2, splits_backward=True),
-    "zb-v": ScheduleKind(zb_v, 2, turns=True, splits_backward=True),
+    # Three are found by filling time, as the papers' are. This one has as many forward passes ahead
+    # as fill the bubble: with equal passes no group waits between its first and its last (Qi et al.
+    # 2023, 2.2).
+    "zb-h2": ScheduleKind(lambda D, M: fill(range(D), M, 2 * D - 1, _ZB_H2), splits_backward=True),
+    # Every group keeps as many micro-batches as the first of 1F1B (the same, 6).
+    "zb-v": ScheduleKind(
+        lambda D, M: fill(_v(D), M, 2 * D, _V), 2, turns=True, splits_backward=True
+    ),
     "dualpipev": ScheduleKind(dualpipev, 2, turns=True, splits_backward=True, least_per_group=2),
-    "v-half": ScheduleKind(v_half, 2, turns=True, splits_backward=True),
+    # Half as many, floor(D / 2) + 1 (Qi et al. 2024, Controllable Memory, V-Half).
+    "v-half": ScheduleKind(
+        lambda D, M: fill(_v(D), M, 2 * (D // 2 + 1), _V), 2, turns=True, splits_backward=True
+    ),
 }

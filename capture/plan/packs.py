@@ -1,28 +1,7 @@
 """What a search for packs decides, in plain data: which layers a device holds at a time, streamed
 from the memory of its host, and for how many examples.
 
-A plan is JSON:
-
-    schema_version            1
-    kind                      "packs"
-    workload, model_hash, cluster
-                              as in a plan of stages; null or empty where no more is known than a
-                              layer profile
-    model, num_layers         of the layer profile
-    machine                   the server (capture/machine/server.py)
-    minibatch_size, mode      examples of a step, of all devices together; "pp" (wrap-around
-                              pipeline) or "dp"
-    forward, backward         microbatch_size, packs ([first layer, last layer] of each)
-    switches                  true for what is on: grouping, prefetch, jit, offload, p2p
-    remat                     what a backward pass recomputes of each layer beside its pack's
-                              forward pass ("full", "dots", or a policy of an installed package);
-                              left out where nothing
-    swaps                     stream: the dtype of the casts that devices get instead of parameters;
-                              sharded: true where each fetches a share, and all make them whole
-    prediction                paper: by the released scheduler's rules; step: of the plan's own
-                              instructions, with what every memory holds, from layers alone;
-                              compiled: what they hold by the compiler of the target, or null
-    why, points               what the search says of its choice, and the best that it evaluated
+Its JSON has the fields of the classes below.
 """
 
 from __future__ import annotations
@@ -36,7 +15,6 @@ from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
-from capture.model.workload import WorkloadSpec
 from capture.plan.choices import Remat, layer_remat_violations
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
@@ -155,7 +133,12 @@ class PacksPrediction:
 
 @dataclass(frozen=True)
 class _Packs:
-    """The packs of one direction as files have them."""
+    """The packs of one direction as files have them.
+
+    Attributes:
+        microbatch_size: Examples that go through a pack at once.
+        packs: First and last layer of each.
+    """
 
     microbatch_size: int
     packs: tuple[tuple[int, int], ...]
@@ -174,23 +157,23 @@ class PacksPlan(PlanFile):
     """Packs of layers on the devices of a server.
 
     Attributes:
-        machine: The server.
+        machine: The server (``capture/machine/server.py``).
         num_layers: Layers of the model.
-        minibatch_size: D, examples of a step.
-        mode: How devices share the work.
-        configuration: (U_F, P_F, U_B, P_B).
-        switches: Which of Harmony's optimizations are off.
+        minibatch_size: D, examples of a step, of all devices together.
+        mode: ``"pp"``, a wrap-around pipeline, or ``"dp"``.
+        configuration: (U_F, P_F, U_B, P_B); in files ``forward`` and ``backward``.
+        switches: Harmony's optimizations, true for those that are on.
         swaps: How weights and gradients travel.
-        remat: Policy of every layer in a backward pass; None keeps all of a pack's.
+        remat: What a backward pass recomputes of each layer beside its pack's forward pass
+            (``"full"``, ``"dots"``, or a policy of an installed package); None keeps all of a
+            pack's, and is left out.
         order: By ids of tasks, which pass is issued when; each task's in turn. Left out, passes are
             issued as if copies took no time.
         model: Name of the layer profile.
-        model_hash: Content hash of the traced loss; empty if never traced.
         workload: The workload by name; None if no more than a layer profile is known.
         cluster: Cluster of the workload's target; None likewise.
-        prediction, why, points: See the module.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
+        prediction: What a step is estimated to need.
+        why, points: What the search says of its choice, and the best that it evaluated.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
@@ -216,23 +199,19 @@ class PacksPlan(PlanFile):
     configuration: Configuration
     switches: Switches = ALL_ON
     model: str = ""
-    model_hash: str = ""
-    workload: WorkloadSpec | None = None
-    cluster: Cluster | None = None
+    cluster: Cluster | None = field(default=None, kw_only=True)
     prediction: PacksPrediction | None = field(default=None, compare=False)
     why: Why | None = field(default=None, compare=False)
     points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
     swaps: Swaps = AS_THEY_ARE
     remat: Remat | None = None
     order: tuple[int, ...] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of the server."""
         return self.machine.devices
 
     @property
@@ -247,7 +226,6 @@ class PacksPlan(PlanFile):
 
     @property
     def host_memory_bytes(self) -> int:
-        """The bytes that a step may hold in the memory of the host."""
         return int(self.machine.host_memory_bytes.value)
 
     @property
@@ -303,17 +281,14 @@ class PacksPlan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """The number of examples in a step."""
         return self.minibatch_size
 
     def in_files(self) -> dict[str, Any]:
-        """Return the fields that files write otherwise: the packs of both directions."""
         forward, backward = self.configuration.forward, self.configuration.backward
         return {"forward": _Packs.of(forward), "backward": _Packs.of(backward)}
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> PacksPlan:
-        """Return the plan that a file's fields describe."""
         directions = (written.pop(name).read for name in ("forward", "backward"))
         return cls(configuration=Configuration(*directions), **written)
 

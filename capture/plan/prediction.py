@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from capture.documents import fields_of, read, write
+from capture.documents import write
 from capture.plan.headroom import Peaks
 
 
@@ -43,14 +43,14 @@ class Prediction:
         peak_bytes_per_device: Predicted peak memory, in node-major device order.
         interval_bytes_per_device: (low, high) around each device's peak, in the same order.
         source: Backend and target of the measurements, and the predictor.
-        coverage: Probability for which the interval was calibrated; None if it was not.
+        interval_coverage: Probability for which the interval was calibrated; None if it was not.
     """
 
     stages: tuple[StagePrediction, ...]
     peak_bytes_per_device: tuple[int, ...]
-    interval_bytes_per_device: tuple[tuple[int, int], ...]
-    source: Mapping[str, Any]
-    coverage: float | None
+    interval_bytes_per_device: tuple[tuple[int, int], ...] = ()
+    source: Mapping[str, Any] = field(kw_only=True)
+    interval_coverage: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Prediction:
             self.peak_bytes_per_device,
             self.interval_bytes_per_device or [stage.interval_bytes for stage in self.stages],
             "predicted",
-            self.coverage,
+            self.interval_coverage,
             self.extrapolated,
         )
 
@@ -77,36 +77,11 @@ class Prediction:
         return {
             "peak_bytes_per_device": list(self.peak_bytes_per_device),
             "interval_bytes_per_device": write(self.interval_bytes_per_device),
-            "interval_coverage": self.coverage,
+            "interval_coverage": self.interval_coverage,
             "extrapolated": self.extrapolated,
             "source": dict(self.source),
             "stages": write(self.stages),
         }
-
-    @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> Prediction:
-        """Read a prediction that ``to_json`` wrote.
-
-        Raises:
-            FieldError: naming the field that is missing or wrong.
-        """
-        row = read(data, _Prediction, path)
-        return cls(
-            row.stages,
-            row.peak_bytes_per_device,
-            row.interval_bytes_per_device,
-            row.source,
-            row.interval_coverage,
-        )
-
-
-@dataclass(frozen=True)
-class _Prediction:
-    peak_bytes_per_device: tuple[int, ...]
-    source: Mapping[str, Any]
-    stages: tuple[StagePrediction, ...]
-    interval_bytes_per_device: tuple[tuple[int, int], ...] = ()
-    interval_coverage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,15 +115,6 @@ class StepTime:
     simulated: bool = True
     tokens_per_second: float | None = None
     model_flops_utilization: float | None = None
-
-    @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> StepTime:
-        """Read a simulated step that ``write`` wrote.
-
-        Raises:
-            FieldError: naming the field that is missing or wrong.
-        """
-        return read(data, cls, path)
 
 
 def error_fractions(
@@ -189,11 +155,3 @@ class Verified:
     @property
     def peak_bytes(self) -> int:
         return max(self.peak_bytes_per_device)
-
-    def to_json(self) -> dict[str, Any]:
-        return fields_of(self)
-
-    @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> Verified:
-        """Read the compiler's peaks that ``to_json`` wrote."""
-        return read(data, cls, path)

@@ -16,15 +16,12 @@ from capture.plan.space import StageSpace
 from capture.plan.stage import Stage
 
 
-def count_fillings(
-    degrees: Sequence[Sequence[int]], weights: Mapping[int, int] | None = None
-) -> list[list[int]]:
+def count_fillings(degrees: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return counts[p][s]: the ordered sequences of s stage sizes that fill exactly the devices
     from p on; exact integers.
 
     Args:
         degrees: Per device p, the sizes that a stage starting there may have.
-        weights: Per size, how many different stages count; 1 if None.
 
     Example:
         >>> count_fillings([[1, 2], [1]])[0]  # one stage of two devices, or two of one
@@ -35,9 +32,8 @@ def count_fillings(
     counts[num_devices][0] = 1
     for p in reversed(range(num_devices)):
         for d in degrees[p]:
-            weight = 1 if weights is None else weights[d]
             for num_stages in range(num_devices - p - d + 1):
-                counts[p][num_stages + 1] += weight * counts[p + d][num_stages]
+                counts[p][num_stages + 1] += counts[p + d][num_stages]
     return counts
 
 
@@ -62,7 +58,7 @@ def random_plans(
         space: Submeshes of stages.
 
     Raises:
-        PlanError: ``sampling-empty`` if there is no valid plan.
+        PlanError: ``sampling-empty`` if there is no valid plan, when the first is asked for.
 
     Source: CAPTURE IV-B evaluates 500 random plans and does not say how they were drawn; the order
     of draws is ours.
@@ -84,7 +80,18 @@ def random_plans(
             "sampling-empty",
         )
     generator = np.random.default_rng(seed)
-    return _draws(degrees, fillings, stage_counts, num_layers, choices, generator)
+    while True:
+        num_stages = int(generator.choice(stage_counts))
+        plan, device = [], 0
+        for stage_id, (first, stop) in enumerate(_cuts(num_layers, num_stages, generator)):
+            # Counts may exceed 64 bits, so only their ratios become floats.
+            counts = [fillings[device + d][num_stages - stage_id - 1] for d in degrees[device]]
+            shares = [count / sum(counts) for count in counts]
+            d = int(generator.choice(degrees[device], p=shares))
+            choice = choices[d][int(generator.integers(len(choices[d])))]
+            plan.append(Stage.at(device, first, stop, choice))
+            device += d
+        yield tuple(plan)
 
 
 def random_table_plans(
@@ -102,7 +109,7 @@ def random_table_plans(
     of each group, which its stages share.
 
     Raises:
-        PlanError: ``sampling-empty`` if there is no valid plan.
+        PlanError: ``sampling-empty`` if there is no valid plan, when the first is asked for.
     """
     degrees, num_devices = space.degrees(cluster), cluster.num_devices
     sizes = [
@@ -120,58 +127,21 @@ def random_table_plans(
             "another cluster.",
             "sampling-empty",
         )
-    return _table_draws(sizes, num_devices, num_layers, choices, kind, np.random.default_rng(seed))
-
-
-def _table_draws(
-    sizes: Sequence[int],
-    num_devices: int,
-    num_layers: int,
-    choices: Mapping[int, Sequence[StageChoice]],
-    kind: ScheduleKind,
-    generator: np.random.Generator,
-) -> Iterator[tuple[Stage, ...]]:
+    generator = np.random.default_rng(seed)
     while True:
         d = int(generator.choice(sizes))
-        num_groups = num_devices // d
-        placement = kind.placement(num_groups)
-        borders = np.sort(generator.choice(num_layers - 1, len(placement) - 1, replace=False)) + 1
-        drawn = [choices[d][int(generator.integers(len(choices[d])))] for _ in range(num_groups)]
+        placement = kind.placement(num_devices // d)
+        cuts = _cuts(num_layers, len(placement), generator)
+        every = [int(generator.integers(len(choices[d]))) for _ in range(num_devices // d)]
         yield tuple(
-            Stage.at(group * d, first, stop, drawn[group])
-            for group, (first, stop) in zip(
-                placement, pairwise([0, *borders.tolist(), num_layers]), strict=True
-            )
+            Stage.at(group * d, first, stop, choices[d][every[group]])
+            for group, (first, stop) in zip(placement, cuts, strict=True)
         )
 
 
-def _draws(
-    degrees: list[list[int]],
-    fillings: list[list[int]],
-    stage_counts: list[int],
-    num_layers: int,
-    choices: Mapping[int, Sequence[StageChoice]],
-    generator: np.random.Generator,
-) -> Iterator[tuple[Stage, ...]]:
-    while True:
-        num_stages = int(generator.choice(stage_counts))
-        boundaries = np.sort(generator.choice(num_layers - 1, num_stages - 1, replace=False)) + 1
-        cuts = [0, *boundaries.tolist(), num_layers]
-        plan, device = [], 0
-        for stage_id, (first, stop) in enumerate(pairwise(cuts)):
-            d = _draw_degree(
-                degrees[device],
-                [fillings[device + d][num_stages - stage_id - 1] for d in degrees[device]],
-                generator,
-            )
-            choice = choices[d][int(generator.integers(len(choices[d])))]
-            plan.append(Stage.at(device, first, stop, choice))
-            device += d
-        yield tuple(plan)
-
-
-def _draw_degree(degrees: list[int], counts: list[int], generator: np.random.Generator) -> int:
-    """Draw a degree in proportion to the fillings that follow it. The counts may exceed 64 bits, so
-    only their ratios become floats."""
-    total = sum(counts)
-    return int(generator.choice(degrees, p=[count / total for count in counts]))
+def _cuts(
+    num_layers: int, num_stages: int, generator: np.random.Generator
+) -> list[tuple[int, int]]:
+    """Draw the layers of stages, from the first to before the last."""
+    borders = np.sort(generator.choice(num_layers - 1, num_stages - 1, replace=False)) + 1
+    return list(pairwise([0, *borders.tolist(), num_layers]))

@@ -53,14 +53,7 @@ class Occupancy:
     @property
     def counts(self) -> tuple[int, ...]:
         """All but the kind; of two occupancies of one kind, one with more of each needs more."""
-        return (
-            self.num_kept,
-            self.num_waiting_inputs,
-            self.num_waiting_gradients,
-            self.num_losses,
-            self.num_deferred,
-            int(self.accumulates),
-        )
+        return tuple(vars(self).values())[1:]
 
 
 Moment = tuple[Occupancy, ...]
@@ -339,26 +332,19 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
     return tuple(sorted(found))
 
 
-def schedule_violations(name: str, num_groups: int, num_microbatches: int) -> list[Violation]:
-    """Return the rules that a schedule's name and numbers break, each with its code:
-    ``plan-schedule``, ``plan-schedule-microbatches``."""
+def schedule_violations(name: str, num_groups: int, num_microbatches: int) -> Iterator[Violation]:
+    """Yield the rule that a schedule's name or numbers break, with its code: ``plan-schedule``,
+    ``plan-schedule-microbatches``."""
     if name not in SCHEDULES:
-        return [
-            Violation(
-                f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}.",
-                "plan-schedule",
-            )
-        ]
-    wrong = SCHEDULES[name].wrong(num_groups, num_microbatches) if num_groups else None
-    if wrong is None:
-        return []
-    return [
-        Violation(
+        yield Violation(
+            f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"
+        )
+    elif num_groups and (wrong := SCHEDULES[name].wrong(num_groups, num_microbatches)):
+        yield Violation(
             f"schedule={name!r} {wrong}, and num_microbatches={num_microbatches}; give others, or "
             "another schedule.",
             "plan-schedule-microbatches",
         )
-    ]
 
 
 @lru_cache(maxsize=256)

@@ -1,25 +1,8 @@
 """What a search of OSDP decides, in plain data: the contract between the searches and the step
 that is built of it.
 
-A plan is JSON:
-
-    schema_version            2
-    kind                      "sharding"; schema 1 has no kind, no workload, hash, cluster and costs
-    workload, model_hash, cluster
-                              as in a plan of stages
-    batch_size                examples per device
-    step_seconds, peak_bytes, examples_per_second
-    compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
-                              that was not compiled
-    interval_bytes            low and high: what the step may compile to, by what others did; left
-                              out of a plan that was compiled, and of earlier versions
-    remat                     whether the backward pass computes every operator again from its
-                              inputs
-    smallest_bytes            of a parameter that is sharded
-    look_ahead                whether the forward pass may gather parameters while the operator
-                              before them runs
-    operators                 in program order: name, mode (num_slices, num_sharded, group_size),
-                              params (names of its parameter leaves), cost (see ``OperatorCost``)
+Its JSON has the fields of the classes below, ``operators`` a row per operator in program order;
+schema 1 has no kind, workload, hash, cluster and costs.
 """
 
 from __future__ import annotations
@@ -31,7 +14,6 @@ from typing import Any, ClassVar
 from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
 from capture.quantities import format_bytes
@@ -166,12 +148,8 @@ class ShardingPlan(PlanFile):
             not asked.
         interval_bytes: (low, high) that ``peak_bytes`` may compile to, by what steps of other
             models did; None where nobody said.
-        workload: The workload by name; None for a plan made from Python objects.
-        model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: Cost of each operator; empty likewise.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
     """
 
     FORMAT = SHARDING_PLAN
@@ -194,15 +172,11 @@ class ShardingPlan(PlanFile):
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
     interval_bytes: tuple[int, int] | None = None
-    workload: WorkloadSpec | None = None
-    model_hash: str = ""
-    cluster: Cluster | None = None
+    cluster: Cluster | None = field(default=None, kw_only=True)
     costs: tuple[OperatorCost, ...] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def step_examples(self) -> int:
-        """The number of examples in a step, on all devices."""
         return self.batch_size * (1 if self.cluster is None else self.cluster.num_devices)
 
     @property
@@ -262,7 +236,6 @@ class ShardingPlan(PlanFile):
         }
 
     def in_files(self) -> dict[str, Any]:
-        """Return the field that files write otherwise: the operators, a row each."""
         count = len(self.modes)
         names, params = self.names or ("",) * count, self.params or ((),) * count
         rows = zip(names, self.modes, params, self.costs or (None,) * count, strict=True)
@@ -270,7 +243,6 @@ class ShardingPlan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> ShardingPlan:
-        """Return the plan that a file's fields describe."""
         rows = written.pop("operators")
         for i, mode in enumerate(row.mode for row in rows):
             least = min(

@@ -8,12 +8,7 @@ from typing import Annotated
 
 from capture.machine.cluster import Cluster
 from capture.options import Asked
-from capture.plan.choices import (
-    Remat,
-    StageChoice,
-    with_sequence_parallel,
-    with_sharded_params,
-)
+from capture.plan.choices import Remat, StageChoice, with_sequence_parallel, with_sharded_params
 
 
 @dataclass(frozen=True)

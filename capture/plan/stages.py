@@ -7,15 +7,14 @@ classes below; ``stages[].layers`` is ``[first, last]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_TEXT, is_remat
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Peaks
@@ -34,8 +33,6 @@ PLAN = documents.Format(
     kind="stages",
     strict=True,
 )
-
-Note = TypeVar("Note")
 
 TensorParallelRule = Literal["auto", "largest"]
 TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
@@ -59,13 +56,10 @@ class Plan(PlanFile):
         tensor_parallel_rule: How parameters are split: ``"auto"`` or ``"largest"``.
         model_hash: Content hash of the traced program at the plan's micro-batch size; empty if
             never traced.
-        workload: The workload by name; None for a plan made from Python objects.
         prediction: Predicted bytes per device with their parts, if predicted.
         why: The search's reasons for its choice, if searched.
         verification: Peaks of the plan's own stages by the target's compiler, if verified.
         time: A step as it was simulated when the plan was made, where the target has rates.
-        asked: What ``capture plan`` was asked, as the keys of a question's file; left out where
-            the plan was made otherwise.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
@@ -90,13 +84,10 @@ class Plan(PlanFile):
     schedule: str = "1f1b"
     auto_layers: bool = False
     tensor_parallel_rule: TensorParallelRule = "auto"
-    model_hash: str = ""
-    workload: WorkloadSpec | None = None
     prediction: Prediction | None = field(default=None, compare=False)
     why: Why | None = field(default=None, compare=False)
     verification: Verified | None = field(default=None, compare=False)
     time: StepTime | None = field(default=None, compare=False)
-    asked: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -108,7 +99,6 @@ class Plan(PlanFile):
 
     @property
     def step_examples(self) -> int:
-        """The number of examples in a step."""
         return self.global_batch_size
 
     @property
@@ -197,189 +187,146 @@ class Plan(PlanFile):
 
     @classmethod
     def out_of_file(cls, written: dict[str, Any]) -> Plan:
-        """Return the plan that a file's fields describe."""
         del written["microbatch_size"]
-        notes = {name: _note(written[name], name, read) for name, read in _NOTES.items()}
+        notes = {name: _note(written[name], name) for name in _NOTES}
         return cls(**{**written, "stages": [row.stage for row in written["stages"]], **notes})
 
 
-#: What may be said of a plan: how that is read.
-_NOTES: Mapping[str, Callable[[Any, str], Any]] = {
-    "prediction": Prediction.read,
-    "why": Why.read,
-    "verification": Verified.read,
-    "time": StepTime.read,
+#: What may be said of a plan, by field.
+_NOTES: Mapping[str, type[Prediction | Why | Verified | StepTime]] = {
+    "prediction": Prediction,
+    "why": Why,
+    "verification": Verified,
+    "time": StepTime,
 }
 
 
-def _note(data: object, name: str, read: Callable[[object, str], Note]) -> Note | None:
+def _note(data: object, name: str) -> object:
     """Read a note on a plan (``_NOTES``) from its file; fields that are not known are ignored."""
     try:
-        return None if data is None else read(data, name)
+        if data is None:
+            return None
+        return Why.read(data, name) if name == "why" else documents.read(data, _NOTES[name], name)
     except documents.FieldError as error:
         raise PLAN.corrupt(str(error)) from None
 
 
-def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Violation]:
-    """Return the rules that a batch alone breaks, for callers that have no stages yet."""
+def batch_violations(global_batch_size: int, num_microbatches: int) -> Iterator[Violation]:
+    """Yield the rule that a batch alone breaks, for callers that have no stages yet."""
     if num_microbatches < 1 or global_batch_size < 1:
-        return [
-            Violation(
-                f"global_batch_size={global_batch_size} and num_microbatches={num_microbatches} "
-                "must both be at least 1.",
-                "plan-batch",
-            )
-        ]
-    if global_batch_size % num_microbatches:
-        return [
-            Violation(
-                f"global_batch_size={global_batch_size} is not divisible by "
-                f"num_microbatches={num_microbatches}; "
-                f"{num_microbatches * (global_batch_size // num_microbatches or 1)} would be.",
-                "plan-batch",
-            )
-        ]
-    return []
-
-
-def _violations(plan: Plan) -> list[Violation]:
-    found = batch_violations(plan.global_batch_size, plan.num_microbatches)
-    found += _schedule_violations(plan)
-    if plan.tensor_parallel_rule not in TENSOR_PARALLEL_RULES:
-        rules = ", ".join(TENSOR_PARALLEL_RULES)
-        found.append(
-            Violation(
-                f"tensor_parallel_rule={plan.tensor_parallel_rule!r} is unknown; choose one of "
-                f"{rules}.",
-                "plan-rule",
-            )
+        yield Violation(
+            f"global_batch_size={global_batch_size} and num_microbatches={num_microbatches} "
+            "must both be at least 1.",
+            "plan-batch",
         )
-    found += _layer_violations(plan.stages, plan.num_layers)
-    found += _device_violations(plan)
-    found += _offload_violations(plan)
+    elif global_batch_size % num_microbatches:
+        yield Violation(
+            f"global_batch_size={global_batch_size} is not divisible by "
+            f"num_microbatches={num_microbatches}; "
+            f"{num_microbatches * (global_batch_size // num_microbatches or 1)} would be.",
+            "plan-batch",
+        )
+
+
+def _violations(plan: Plan) -> Iterator[Violation]:
+    wrong_batch = tuple(batch_violations(plan.global_batch_size, plan.num_microbatches))
+    yield from wrong_batch
+    yield from _schedule_violations(plan)
+    if plan.tensor_parallel_rule not in TENSOR_PARALLEL_RULES:
+        yield Violation(
+            f"tensor_parallel_rule={plan.tensor_parallel_rule!r} is unknown; choose one of "
+            f"{', '.join(TENSOR_PARALLEL_RULES)}.",
+            "plan-rule",
+        )
+    yield from _layer_violations(plan.stages, plan.num_layers)
+    yield from _device_violations(plan)
+    yield from _offload_violations(plan)
     for s, stage in enumerate(plan.stages):
         choice = stage.choice
-        if (
-            choice.num_devices != stage.num_devices
-            or min(choice.data_parallel, choice.tensor_parallel) < 1
-        ):
-            found.append(
-                Violation(
-                    f"stage {s} has data_parallel={choice.data_parallel} x "
-                    f"tensor_parallel={choice.tensor_parallel} "
-                    f"on {stage.num_devices} devices; the product must be the number of devices.",
-                    "plan-degrees",
-                )
+        dp, tp = choice.data_parallel, choice.tensor_parallel
+        if choice.num_devices != stage.num_devices or min(dp, tp) < 1:
+            yield Violation(
+                f"stage {s} has data_parallel={dp} x tensor_parallel={tp} on {stage.num_devices} "
+                "devices; the product must be the number of devices.",
+                "plan-degrees",
             )
-        elif (
-            not batch_violations(plan.global_batch_size, plan.num_microbatches)
-            and plan.microbatch_size % choice.data_parallel
-        ):
-            found.append(
-                Violation(
-                    f"microbatch_size={plan.microbatch_size} (global batch "
-                    f"{plan.global_batch_size} / {plan.num_microbatches} "
-                    f"micro-batches) is not divisible by data_parallel={choice.data_parallel} of "
-                    f"stage {s}; lower the degree or the "
-                    "number of micro-batches.",
-                    "plan-batch",
-                )
+        elif not wrong_batch and plan.microbatch_size % dp:
+            yield Violation(
+                f"microbatch_size={plan.microbatch_size} (global batch {plan.global_batch_size} / "
+                f"{plan.num_microbatches} micro-batches) is not divisible by data_parallel={dp} of "
+                f"stage {s}; lower the degree or the number of micro-batches.",
+                "plan-batch",
             )
         if not is_remat(choice.remat):
-            found.append(
-                Violation(
-                    f"stage {s} has remat={choice.remat!r}; choose one of {REMAT_TEXT}.",
-                    "plan-remat",
-                )
+            yield Violation(
+                f"stage {s} has remat={choice.remat!r}; choose one of {REMAT_TEXT}.", "plan-remat"
             )
         if choice.shard_params and not choice.shard_optimizer:
-            found.append(
-                Violation(
-                    f"stage {s} has shard_params without shard_optimizer; optimizer state is "
-                    "split with its parameters: set both.",
-                    "plan-shard-params",
-                )
+            yield Violation(
+                f"stage {s} has shard_params without shard_optimizer; optimizer state is split "
+                "with its parameters: set both.",
+                "plan-shard-params",
             )
-    return found
 
 
-def _offload_violations(plan: Plan) -> list[Violation]:
+def _offload_violations(plan: Plan) -> Iterator[Violation]:
     nodes = plan.cluster.node_of_device
-    return [
-        Violation(
-            f"stage {s} has offload={list(stage.offload)} on devices of several nodes, and what "
-            "rests is in the memory of one host; give it devices of one node.",
-            "plan-offload",
-        )
-        for s, stage in enumerate(plan.stages)
-        if stage.offload and len({nodes[d] for d in stage.devices if d < len(nodes)}) > 1
-    ]
-
-
-def _layer_violations(stages: Sequence[Stage], num_layers: int) -> list[Violation]:
-    if len(stages) > num_layers:
-        return [
-            Violation(
-                f"num_stages={len(stages)} is more than num_layers={num_layers}; every stage "
-                "needs a layer: use fewer stages "
-                "or cut the model into more layers (--num-layers).",
-                "plan-stages",
+    for s, stage in enumerate(plan.stages):
+        if stage.offload and len({nodes[d] for d in stage.devices if d < len(nodes)}) > 1:
+            yield Violation(
+                f"stage {s} has offload={list(stage.offload)} on devices of several nodes, and "
+                "what rests is in the memory of one host; give it devices of one node.",
+                "plan-offload",
             )
-        ]
-    found, expected = [], 0
+
+
+def _layer_violations(stages: Sequence[Stage], num_layers: int) -> Iterator[Violation]:
+    if len(stages) > num_layers:
+        yield Violation(
+            f"num_stages={len(stages)} is more than num_layers={num_layers}; every stage needs a "
+            "layer: use fewer stages or cut the model into more layers (--num-layers).",
+            "plan-stages",
+        )
+        return
+    expected = 0
     for s, stage in enumerate(stages):
         if stage.first != expected or stage.stop <= stage.first:
-            found.append(
-                Violation(
-                    f"stage {s} has layers={[stage.first, stage.stop - 1]} but must begin at layer "
-                    f"{expected} and hold at least one layer; "
-                    "stages cover the layers once, in order.",
-                    "plan-layers",
-                )
+            yield Violation(
+                f"stage {s} has layers={[stage.first, stage.stop - 1]} but must begin at layer "
+                f"{expected} and hold at least one layer; stages cover the layers once, in order.",
+                "plan-layers",
             )
         expected = stage.stop
     if expected != num_layers:
-        found.append(
-            Violation(
-                f"stages end before layer {expected} of num_layers={num_layers}; they must cover "
-                "every layer.",
-                "plan-layers",
-            )
+        yield Violation(
+            f"stages end before layer {expected} of num_layers={num_layers}; they must cover "
+            "every layer.",
+            "plan-layers",
         )
-    return found
 
 
-def _schedule_violations(plan: Plan) -> list[Violation]:
-    kind = SCHEDULES.get(plan.schedule)
+def _schedule_violations(plan: Plan) -> Iterator[Violation]:
+    kind, num_stages = SCHEDULES.get(plan.schedule), plan.num_stages
     per_group = 1 if kind is None else kind.stages_per_group
-    found = schedule_violations(
-        plan.schedule, plan.num_stages // per_group, max(1, plan.num_microbatches)
-    )
-    if kind is None or per_group == 1:
-        return found
-    if plan.num_stages % per_group:
-        return [
-            Violation(
-                f"schedule={plan.schedule!r} puts {per_group} stages on every group of devices, "
-                f"and the plan has {plan.num_stages}; give a multiple of {per_group}.",
+    if num_stages % per_group:
+        yield Violation(
+            f"schedule={plan.schedule!r} puts {per_group} stages on every group of devices, and "
+            f"the plan has {num_stages}; give a multiple of {per_group}.",
+            "plan-schedule-stages",
+        )
+        return
+    num_groups = num_stages // per_group
+    yield from schedule_violations(plan.schedule, num_groups, max(1, plan.num_microbatches))
+    first: dict[int, int] = {}
+    for s, group in enumerate(() if kind is None else kind.placement(num_groups)):
+        other = first.setdefault(group, s)
+        if _placed(plan.stages[s]) != _placed(plan.stages[other]):
+            yield Violation(
+                f"schedule={plan.schedule!r} puts stage {other} and stage {s} on the same devices; "
+                "give them the same devices, data_parallel, tensor_parallel and "
+                "sequence_parallel.",
                 "plan-schedule-stages",
             )
-        ]
-    first: dict[int, int] = {}
-    for s, (group, stage) in enumerate(
-        zip(kind.placement(plan.num_stages // per_group), plan.stages, strict=True)
-    ):
-        other = first.setdefault(group, s)
-        if _placed(stage) != _placed(plan.stages[other]):
-            found.append(
-                Violation(
-                    f"schedule={plan.schedule!r} puts stage {other} and stage {s} on the same "
-                    "devices; give them the same devices, data_parallel, tensor_parallel and "
-                    "sequence_parallel.",
-                    "plan-schedule-stages",
-                )
-            )
-    return found
 
 
 def _placed(stage: Stage) -> tuple[object, ...]:
@@ -388,9 +335,9 @@ def _placed(stage: Stage) -> tuple[object, ...]:
     return stage.devices, choice.data_parallel, choice.tensor_parallel, choice.sequence_parallel
 
 
-def _device_violations(plan: Plan) -> list[Violation]:
+def _device_violations(plan: Plan) -> Iterator[Violation]:
     stages, cluster = plan.stages, plan.cluster
-    kind, found, user = SCHEDULES.get(plan.schedule), list[Violation](), dict[int, int]()
+    kind, user, is_wrong = SCHEDULES.get(plan.schedule), dict[int, int](), False
     placement: Sequence[int] = range(len(stages))
     if kind is not None and len(stages) % kind.stages_per_group == 0:
         placement = kind.placement(len(stages) // kind.stages_per_group)
@@ -399,30 +346,25 @@ def _device_violations(plan: Plan) -> list[Violation]:
             continue  # on the devices of another stage, by the rule of the schedule
         for device in stage.devices:
             if not 0 <= device < cluster.num_devices:
-                found.append(
-                    Violation(
-                        f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to "
-                        f"{cluster.num_devices - 1}.",
-                        "plan-devices",
-                    )
+                is_wrong = True
+                yield Violation(
+                    f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to "
+                    f"{cluster.num_devices - 1}.",
+                    "plan-devices",
                 )
             elif device in user:
-                found.append(
-                    Violation(
-                        f"device {device} is used by stage {user[device]} and stage {s}; once is "
-                        "allowed.",
-                        "plan-devices",
-                    )
+                is_wrong = True
+                yield Violation(
+                    f"device {device} is used by stage {user[device]} and stage {s}; once is "
+                    "allowed.",
+                    "plan-devices",
                 )
             else:
                 user[device] = s
     idle = sorted(set(range(cluster.num_devices)) - set(user))
-    if idle and not found:
-        found.append(
-            Violation(
-                f"devices {idle} of the cluster {cluster} are not used; every device must hold a "
-                "stage.",
-                "plan-devices",
-            )
+    if idle and not is_wrong:
+        yield Violation(
+            f"devices {idle} of the cluster {cluster} are not used; every device must hold a "
+            "stage.",
+            "plan-devices",
         )
-    return found

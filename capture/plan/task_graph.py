@@ -28,10 +28,9 @@ Span = tuple[int, int]
 Mode = Literal["pp", "dp"]
 MODES: tuple[Mode, ...] = ("pp", "dp")
 Kind = Literal["forward", "backward", "update"]
-Medium = Literal["data", "swap", "p2p", "message", "shared", "local", "pinned"]
+Medium = Literal["data", "swap", "p2p", "message"]
 """Where a tensor comes from or goes to: the batch; the memory of the host and back; another device;
-the process of another device on the host, through its memory; memory that the processes share; the
-same process; the device itself, which keeps it for its next task."""
+the process of another device on the host, through its memory."""
 
 
 @dataclass(frozen=True)
@@ -325,67 +324,6 @@ class TaskGraph:
                 return f"a pass of task {task.id} is before what it reads"
         return ""
 
-    def of_rank(self, rank: int) -> Iterator[PackTask]:
-        """Return a rank's tasks that run on its device: all but updates."""
-        return (task for task in self.tasks if task.rank == rank and task.kind != "update")
-
-    @cached_property
-    def pinned(self) -> dict[tuple[int, int], int]:
-        """The task that shares the weights of (task, layer): a device's last forward task and its
-        first backward task, where they have layers in common."""
-        found: dict[tuple[int, int], int] = {}
-        last: dict[int, PackTask] = {}
-        for task in self.tasks:
-            before = last.get(task.rank)
-            if before and (before.kind, task.kind) == ("forward", "backward"):
-                for layer in sorted({*before.layers} & {*task.layers}):
-                    found |= {(before.id, layer): task.id, (task.id, layer): before.id}
-            if task.kind != "update":
-                last[task.rank] = task
-        return found
-
-    def inputs(self, task: PackTask) -> dict[str, dict[int, Channel]]:
-        """Return the channels by which a task's inputs come, by tensor of Figure 6a and layer. X is
-        kept by a forward task for the backward tasks that need it; T are the labels."""
-        shared = Channel("shared")
-        layers = task.layers
-        if task.kind == "update":
-            gradients = dict.fromkeys(layers, Channel("local"))
-            return {"dW": gradients} | {name: dict.fromkeys(layers, shared) for name in "WK"}
-        x = dict(task.stashes) if task.source is None else {task.first: task.source}
-        if task.kind == "forward":
-            return {"X": x} | {name: dict.fromkeys(layers, shared) for name in "WB"}
-        weights = {layer: self._weights(task, layer) or shared for layer in layers}
-        gradient = {} if task.gradient is None else {task.stop - 1: task.gradient}
-        labels = {task.stop - 1: Channel("data")} if task.criterion else {}
-        return {"dY": gradient, "X": x, "W": weights, "B": weights, "T": labels}
-
-    def outputs(self, task: PackTask) -> dict[str, dict[int, Channel]]:
-        """Return the channels by which a task's outputs go, by tensor of Figure 6a and layer; W and
-        B are there only where the next task shares them."""
-        shared = Channel("shared")
-        layers = task.layers
-        if task.kind == "update":
-            return {name: dict.fromkeys(layers, shared) for name in "WK"}
-        if task.kind == "forward":
-            kept = {
-                layer: pinned
-                for layer in layers
-                if (pinned := self._weights(task, layer)) is not None
-            }
-            sink = {task.stop - 1: task.sink} if task.sink else {}
-            return {"Y": sink, "X": dict(task.stashes), "W": kept, "B": kept}
-        return {
-            "dX": {task.first: task.sink} if task.sink else {},
-            "dW": dict.fromkeys(layers, Channel("local")),
-            "W": {},
-            "B": dict.fromkeys(layers, shared),
-        }
-
-    def _weights(self, task: PackTask, layer: int) -> Channel | None:
-        other = self.pinned.get((task.id, layer))
-        return None if other is None else Channel("pinned", other)
-
 
 def shares(minibatch_size: int, num_devices: int) -> tuple[int, ...]:
     """Return each device's examples in data parallelism: the first take what is left over (H-b)."""
@@ -498,8 +436,7 @@ class _Binder:
         )
 
     def _id(self, station: int, group: int) -> int:
-        """Return the id of the task at a station for the same micro-batch group; where that has no
-        task of its own, of its first."""
+        """Return the id of the task of a group at a station, or of the station's first."""
         return self._ids[station, group] if (station, group) in self._ids else self._ids[station, 0]
 
     def _message(self, station: int, group: int) -> Channel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,17 +26,6 @@ class PlanNotes:
     prediction: Prediction
     verification: Verified | None = None
     time: StepTime | None = None
-
-    @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> PlanNotes:
-        """Read the notes on a plan of a front.
-
-        Raises:
-            FieldError: naming the field that is wrong.
-        """
-        row = documents.read(data, _PlanNotes, path)
-        prediction = Prediction.read(row.prediction, f"{path}.prediction")
-        return cls(row.model_hash, prediction, row.verification, row.time)
 
 
 @dataclass(frozen=True)
@@ -304,16 +292,10 @@ class Why:
     memory_binds: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
-        names: tuple[str, ...] = ("bottleneck_stage", "bottleneck_category", "num_choices")
-        written: dict[str, Any] = {"summary": self.summary}
-        if self.code is not None:
-            names = ("least_state_bytes",)
-            missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id")
-            written = {"code": self.code, **written, **{n: getattr(self, n) for n in missing}}
-        for name in (*names, "front", "verified", "proven", "uncompiled", "memory_binds"):
-            if getattr(self, name) is not None:
-                written[name] = documents.write(getattr(self, name))
-        return written
+        """Return the fields that are known; of a limit that is missed, what is not as well."""
+        missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id") * (self.code is not None)
+        written = documents.fields_of(self)
+        return {n: v for n, v in written.items() if v is not None or n in missing}
 
     @property
     def found(self) -> str:
@@ -327,7 +309,7 @@ class Why:
         return f"{said} {trail}".lstrip()
 
     @classmethod
-    def read(cls, data: Mapping[str, object], path: str = "") -> Why:
+    def read(cls, data: object, path: str = "") -> Why:
         """Read the reason that ``to_json`` wrote.
 
         Raises:
@@ -343,21 +325,13 @@ class Why:
 
 @dataclass(frozen=True)
 class _Point(FrontPoint):
-    """A point of a front, with stages and notes as files have them."""
+    """A point of a front, with stages as files have them."""
 
     stages: tuple[StageRow, ...] = ()  # type: ignore[assignment]
-    notes: Mapping[str, Any] | None = None  # type: ignore[assignment]
 
     @property
     def read(self) -> FrontPoint:
-        notes = None if self.notes is None else PlanNotes.read(self.notes, "front.points.notes")
-        stages = tuple(row.stage for row in self.stages)
-        return FrontPoint(**{**vars(self), "stages": stages, "notes": notes})
-
-
-@dataclass(frozen=True)
-class _PlanNotes(PlanNotes):
-    prediction: Mapping[str, Any]  # type: ignore[assignment]
+        return FrontPoint(**{**vars(self), "stages": tuple(row.stage for row in self.stages)})
 
 
 @dataclass(frozen=True)

@@ -345,8 +345,8 @@ class AdditivePredictor(ComponentTables):
             tuple(stages),
             tuple(stage.peak_bytes for stage in order),
             tuple(stage.interval_bytes for stage in order),
-            {**self.profile.provenance, "predictor": self.name},
             1.0 if all(stage.verified for stage in stages) else self._coverage(),
+            source={**self.profile.provenance, "predictor": self.name},
         )
 
     def _at_most(self, plan: Plan, interfaces: Sequence[StageInterface]) -> list[StageInterface]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPlan
-from capture.plan.headroom import Headroom
 from capture.quantities import counted, format_bytes, format_seconds
 from capture.report.figure import (
     Figure,
-    bars,
+    at_peak,
     bytes_unit,
     lanes,
     scatter,
     seconds_unit,
 )
-from capture.report.page import html_table, render
-from capture.report.palette import INK, KINDS, LIMIT, OTHER, category_color, in_order
+from capture.report.page import Page
+from capture.report.palette import INK, KINDS, LIMIT, OTHER
 from capture.report.schedule_figure import Row, by_kind
 from capture.step.multiplexed import ArraySteps, array_seconds, build_array, lifetimes
 from capture.step.simulator import Work
@@ -105,8 +105,7 @@ _At = dict[tuple[int, int], float]
 
 
 def _times(facts: ArrayFacts) -> tuple[_At, _At, _At]:
-    """Return, by sub-array and segment, when the segment ends, when it begins, and the seconds of
-    what is recomputed before it."""
+    """Return, by sub-array and segment, its end and begin and the seconds of recomputing before."""
     runs = facts.steps.body.runs
     simulation = facts.timeline.simulation
     items = [
@@ -138,31 +137,26 @@ def title(plan: ArrayPlan) -> str:
     return f"{counted(len(plan.models), 'model')} of {model}, {plan.order} {sizes}"
 
 
-def page(facts: ArrayFacts, lines: Sequence[str], room: Headroom | None) -> str:
-    """Return the report of an array's plan as one HTML file.
-
-    Args:
-        facts: Facts of the plan.
-        lines: Lines on the plan, for people; those without a table lead the page.
-        room: Memory that the limit leaves.
-    """
+def page(facts: ArrayFacts, lines: Sequence[str]) -> Page:
+    """Return what is shown of an array's plan and of its simulated step; ``lines`` say what is
+    predicted."""
     below = (
         "rests: from the end of its last use forward to the begin of its first use backward; "
         "feature maps of equal lifetime are one bundle"
     )
-    table = html_table(HEADER, rows(facts), below)
-    return _page(facts.plan, lines, room, table, [_step(facts), _memory(facts)])
+    figures = partial(_figures, facts.plan, facts)
+    return Page(title(facts.plan), HEADER, rows(facts), lines, _footer(facts.plan), below, figures)
 
 
-def plan_page(plan: ArrayPlan, lines: Sequence[str], room: Headroom | None) -> str:
-    """Return the report of what an array's plan itself says as one HTML file: no step over time,
-    which is of programs. Takes arguments as ``page``."""
-    table = html_table(
-        ["sub-array", "bundle", "is", "fetched ahead"],
-        decision_rows(plan) or [["all", "all", "retained", "-"]],
-        "capture explain PLAN -o FILE has the step over time, and why each bundle is moved",
+def plan_page(plan: ArrayPlan, lines: Sequence[str]) -> Page:
+    """Return what is shown of what an array's plan itself says: no step over time, which is of
+    programs."""
+    header, found = ["sub-array", "bundle", "is", "fetched ahead"], decision_rows(plan)
+    below = "capture explain PLAN -o FILE has the step over time, and why each bundle is moved"
+    found = found or [["all", "all", "retained", "-"]]
+    return Page(
+        title(plan), header, found, lines, _footer(plan), below, partial(_figures, plan, None)
     )
-    return _page(plan, lines, room, table, [_parts(plan)] if plan.prediction else [])
 
 
 def decision_rows(plan: ArrayPlan) -> list[list[str]]:
@@ -180,32 +174,17 @@ def decision_rows(plan: ArrayPlan) -> list[list[str]]:
     ]
 
 
-def _page(
-    plan: ArrayPlan,
-    lines: Sequence[str],
-    room: Headroom | None,
-    table: str,
-    figures: Sequence[Figure],
-) -> str:
-    figures = [*figures, *([_saturation(plan)] if plan.saturation else [])]
-    lead = ". ".join(line for line in lines if "\n" not in line) + "."
+def _footer(plan: ArrayPlan) -> str:
     where = f"Seconds are simulated for {plan.cluster.target} by {plan.seconds_from or 'its rates'}"
-    return render(title(plan), lead, room, table, figures, f"{where}; never measured.")
+    return f"{where}; never measured."
 
 
-def _parts(plan: ArrayPlan) -> Figure:
-    """Return the figure of how the peak divides over categories."""
-    assert plan.prediction is not None, "it is shown"
-    parts = plan.prediction.parts_bytes
-    unit = bytes_unit(max(1, sum(parts.values())))
-    traces = [
-        bars(
-            part, ["the device"], [parts[part] / unit.scale], marker={"color": category_color(part)}
-        )
-        for part in in_order(list(parts))
-    ]
-    layout = {"stacked": True, "yaxis": {"title": unit.name}}
-    return Figure("at_peak", "Who holds the peak", "Of the device, as predicted.", traces, layout)
+def _figures(plan: ArrayPlan, facts: ArrayFacts | None) -> list[Figure]:
+    found = [] if facts is None else [_step(facts), _memory(facts)]
+    if facts is None and plan.prediction is not None:
+        parts, caption = [plan.prediction.parts_bytes], "Of the device, as predicted."
+        found.append(at_peak("Who holds the peak", caption, ["the device"], parts))
+    return [*found, *([_saturation(plan)] if plan.saturation else [])]
 
 
 def _lane(item: Work) -> int:

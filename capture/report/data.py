@@ -14,8 +14,8 @@ Of the last two nothing is known of memory over time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from capture.errors import PlanError
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.orders import StagePass
-from capture.plan.prediction import Prediction, StepTime
+from capture.plan.prediction import Prediction, StagePrediction, StepTime
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front
@@ -47,34 +47,22 @@ class StageFacts:
     Attributes:
         stage_id: Number in pipeline order.
         stage: Layers, devices, degrees.
-        predicted_bytes: Peak.
-        interval_bytes: (low, high) around it.
+        predicted: Peak with its parts and interval.
         verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
-        instant: Program that runs at the predicted peak.
-        parts: Bytes by category at it; they sum to ``predicted_bytes``.
-        layers: Bytes by category at the peak, per layer of the stage.
         max_in_flight: Most micro-batches whose activations it keeps at once, those for the
             gradients of weights included.
     """
 
     stage_id: int
     stage: Stage
-    predicted_bytes: int
-    interval_bytes: tuple[int, int]
+    predicted: StagePrediction
     verified_bytes: int | None
-    instant: str
-    parts: Mapping[str, int]
-    layers: tuple[Mapping[str, int], ...]
     max_in_flight: int
 
     @property
     def peak_bytes(self) -> int:
         """The peak memory by the best that is known: compiled, else predicted."""
-        return self.predicted_bytes if self.verified_bytes is None else self.verified_bytes
-
-    @property
-    def largest_part(self) -> str:
-        return max(self.parts, key=lambda category: self.parts[category])
+        return self.predicted.peak_bytes if self.verified_bytes is None else self.verified_bytes
 
     @property
     def devices_text(self) -> str:
@@ -123,23 +111,34 @@ class ReportFacts:
 
     Attributes:
         plan: The reported plan.
+        prediction: Its prediction.
         stages: Facts of the stages in pipeline order.
         headroom: Memory that the verified peaks leave, or, if there are none, the predicted; None
             where nobody says how much memory there is.
-        coverage: Calibrated probability of the predicted intervals; None if they were not
-            calibrated.
-        source: Backend, target and versions of the measurements, as the prediction has them.
         schedule: The step.
-        front: Front of the search (``plan.why``); None if it made none.
     """
 
     plan: Plan
+    prediction: Prediction
     stages: tuple[StageFacts, ...]
     headroom: Headroom | None
-    coverage: float | None
-    source: Mapping[str, Any]
     schedule: ScheduleFacts
-    front: Front | None
+
+    @property
+    def front(self) -> Front | None:
+        """The front of the search; None if it made none."""
+        front = None if self.plan.why is None else self.plan.why.front
+        return front if front and front.points else None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit per device; None where nobody says."""
+        return None if self.headroom is None else self.headroom.limit_bytes
+
+    @property
+    def high_bytes(self) -> int:
+        """The upper end of the highest interval of a prediction."""
+        return max(stage.predicted.interval_bytes[1] for stage in self.stages)
 
     @property
     def fullest(self) -> StageFacts:
@@ -163,18 +162,18 @@ class ReportFacts:
 
     def rows(self) -> dict[str, Any]:
         """Return stages, schedule and front as plain data."""
-        limit = None if self.headroom is None else self.headroom.limit_bytes
+        limit = self.limit_bytes
         return {
             "stages": [
                 {
                     "stage_id": stage.stage_id,
                     **stage.stage.to_json(),
-                    "predicted_peak_bytes": stage.predicted_bytes,
-                    "interval_bytes": list(stage.interval_bytes),
+                    "predicted_peak_bytes": stage.predicted.peak_bytes,
+                    "interval_bytes": list(stage.predicted.interval_bytes),
                     "verified_peak_bytes": stage.verified_bytes,
                     "headroom_bytes": None if limit is None else limit - stage.peak_bytes,
-                    "instant": stage.instant,
-                    "parts_bytes": dict(stage.parts),
+                    "instant": stage.predicted.instant,
+                    "parts_bytes": dict(stage.predicted.parts_bytes),
                     "max_in_flight": stage.max_in_flight,
                     "waits_fraction": waits,
                 }
@@ -218,23 +217,8 @@ def report_facts(
             "--profile FILE -o PLAN, from the FILE that capture profile makes of the model.",
             "report-prediction",
         )
-    stages, calibrated = _stages(plan, plan.prediction), plan.prediction.coverage
-    front = plan.why.front if plan.why else None
-    return ReportFacts(
-        plan,
-        stages,
-        plan.headroom(memory_limit_bytes),
-        calibrated,
-        plan.prediction.source,
-        schedule_facts(plan, profile),
-        front if front and front.points else None,
-    )
-
-
-def is_extrapolated(plan: Plan) -> bool:
-    """Tell whether the plan's prediction is of degrees or a micro-batch size that were not
-    profiled."""
-    return plan.prediction is not None and plan.prediction.extrapolated
+    found, room = _stages(plan, plan.prediction), plan.headroom(memory_limit_bytes)
+    return ReportFacts(plan, plan.prediction, found, room, schedule_facts(plan, profile))
 
 
 def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
@@ -249,8 +233,10 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
             need.
     """
     if profile is None or not profile.measurements:
-        return _clocks(plan) if plan.time is None else _saved(plan, plan.time)
-    extrapolated = is_extrapolated(plan)
+        if plan.time is not None:
+            return _saved(plan, plan.time)
+        return _of_table("clocks", plan, lambda s, kind: float(kind != "update"))
+    extrapolated = plan.prediction is not None and plan.prediction.extrapolated
     predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
     if has_times(profile) and not extrapolated:
@@ -278,64 +264,54 @@ def _named(stages: Sequence[int]) -> str:
 
 def _saved(plan: Plan, time: StepTime) -> ScheduleFacts:
     """Simulate the schedule's table with the seconds that the plan's file has."""
-    _check_length(time.passes_seconds_per_stage, plan.num_stages, "time.passes_seconds_per_stage")
+    passes, sends = time.passes_seconds_per_stage, time.sends_seconds
+    _check_length(passes, plan.num_stages, "time.passes_seconds_per_stage")
     _check_length(time.bubble_fraction_per_stage, plan.num_stages, "time.bubble_fraction_per_stage")
-    _check_length(time.sends_seconds, plan.num_stages - 1, "time.sends_seconds")
-    table, work = plan.schedule_table, list[Work]()
-    lanes, number = list(map(_named, table.stages)), dict[Any, int]()
-    for task in (task for clock in table.clocks for task in clock):
-        needed, group = table.requirement(task), table.placement[task.stage_id]
-        before = () if needed is None else (number[needed],)
-        if needed is not None and table.placement[needed.stage_id] != group:
-            sends = time.sends_seconds[min(needed.stage_id, task.stage_id)]
-            link = f"{lanes[table.placement[needed.stage_id]]} -> {lanes[group]}"
-            name = f"transfer to {lanes[group]}"
-            work.append(Work(name, (link,), sends, before, kind="transfer"))
-            before = (len(work) - 1,)
-        seconds = time.passes_seconds_per_stage[task.stage_id].get(task.kind, 0.0)
-        number[task] = len(work)
-        work.append(_pass(task, lanes[group], seconds, before))
-    for s, group in enumerate(table.placement):
-        seconds = time.passes_seconds_per_stage[s].get("update", 0.0)
-        stream = compute_stream(lanes[group])
-        work.append(Work(f"update of stage {s}", (stream,), seconds, (), kind="update"))
-    waits, simulation = time.bubble_fraction_per_stage, simulate(work)
-    return _of_table("saved", simulation, waits, lanes, time.step_seconds)
-
-
-def _clocks(plan: Plan) -> ScheduleFacts:
-    work: list[Work] = []
-    before: tuple[int, ...] = ()
-    table = plan.schedule_table
-    lanes = list(map(_named, table.stages))
-    for clock in table.clocks:
-        first = len(work)
-        work += [_pass(task, lanes[table.placement[task.stage_id]], 1, before) for task in clock]
-        before = tuple(range(first, len(work)))
-    simulation = simulate(work)
-    busy = [simulation.busy_seconds[compute_stream(lanes[group])] for group in table.placement]
-    waits = tuple(1 - seconds / simulation.seconds for seconds in busy)
-    return _of_table("clocks", simulation, waits, lanes)
-
-
-def _pass(task: StagePass, lane: str, seconds: float, before: tuple[int, ...]) -> Work:
-    """Return the work of a task of the schedule's table."""
-    label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
-    return Work(label, (compute_stream(lane),), seconds, before, kind=task.kind)
+    _check_length(sends, plan.num_stages - 1, "time.sends_seconds")
+    facts = _of_table("saved", plan, lambda s, kind: passes[s].get(kind, 0.0), sends)
+    waits = time.bubble_fraction_per_stage
+    return replace(facts, waits_fraction=waits, saved_seconds=time.step_seconds)
 
 
 def _of_table(
     clock: Clock,
-    simulation: Simulation,
-    waits: tuple[float, ...],
-    lanes: Sequence[str],
-    saved_seconds: float | None = None,
+    plan: Plan,
+    seconds: Callable[[int, str], float],
+    sends: Sequence[float] = (),
 ) -> ScheduleFacts:
-    """Return the facts of a simulated table, which says nothing of memory."""
-    headings: Mapping[Memory, str] = {compute_stream(lane): lane for lane in lanes}
-    return ScheduleFacts(
-        clock, simulation, waits, (), headings, {lane: lane for lane in lanes}, saved_seconds
-    )
+    """Simulate the schedule's table, which says nothing of memory.
+
+    Args:
+        clock: Kind of the times.
+        plan: Plan with the schedule.
+        seconds: Time of a pass of a stage, or of its update; 0 where there is none.
+        sends: Seconds from each stage but the last to the next; empty where sending takes none.
+    """
+    table, work = plan.schedule_table, list[Work]()
+    lanes, number = list(map(_named, table.stages)), dict[StagePass, int]()
+    streams = [compute_stream(lanes[group]) for group in table.placement]
+    for task in (task for tasks in table.clocks for task in tasks):
+        s, before = task.stage_id, tuple[int, ...]()
+        if (needed := table.requirement(task)) is not None:
+            before = (number[needed],)
+            here, there = lanes[table.placement[s]], lanes[table.placement[needed.stage_id]]
+            if sends and here != there:
+                length = sends[min(needed.stage_id, s)]
+                link = (f"{there} -> {here}",)
+                work.append(Work(f"transfer to {here}", link, length, before, kind="transfer"))
+                before = (len(work) - 1,)
+        number[task] = len(work)
+        label = f"{task.kind} {task.microbatch} on stage {s}"
+        length = seconds(s, task.kind)
+        work.append(Work(label, (streams[s],), length, before, kind=task.kind))
+    for s, stream in enumerate(streams):
+        if length := seconds(s, "update"):
+            work.append(Work(f"update of stage {s}", (stream,), length, (), kind="update"))
+    simulation = simulate(work)
+    whole = simulation.seconds or 1
+    waits = tuple(1 - simulation.busy_seconds[stream] / whole for stream in streams)
+    headings: dict[Memory, str] = {compute_stream(lane): lane for lane in lanes}
+    return ScheduleFacts(clock, simulation, waits, (), headings, {lane: lane for lane in lanes})
 
 
 def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
@@ -349,19 +325,9 @@ def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
     for s, (stage, note) in enumerate(zip(plan.stages, predicted.stages, strict=True)):
         path = f"prediction.stages[{s}].layers_bytes"
         _check_length(note.layers_bytes, stage.num_layers, path, ", one per layer")
-        found.append(
-            StageFacts(
-                s,
-                stage,
-                note.peak_bytes,
-                note.interval_bytes,
-                None if verified is None else max(verified[device] for device in stage.devices),
-                note.instant,
-                note.parts_bytes,
-                note.layers_bytes,
-                max(o.num_kept + o.num_deferred for o in plan.schedule_table.occupancies[s]),
-            )
-        )
+        peak = None if verified is None else max(verified[device] for device in stage.devices)
+        in_flight = max(o.num_kept + o.num_deferred for o in plan.schedule_table.occupancies[s])
+        found.append(StageFacts(s, stage, note, peak, in_flight))
     return tuple(found)
 
 

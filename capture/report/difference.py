@@ -48,29 +48,21 @@ class DeviceGroup:
 
     Attributes:
         devices: First and last id.
-        stages: Stage that they serve in the first and in the second plan; None where a plan has no
-            such device.
+        stage_ids: Stage that they serve in the first and in the second plan; None where a plan has
+            no such device.
         peak_bytes: Peak bytes per device, by the best that is known of each plan.
+        change_bytes: Second less first; None where one of them is not known.
     """
 
     devices: tuple[int, int]
-    stages: tuple[int | None, int | None]
+    stage_ids: tuple[int | None, int | None]
     peak_bytes: tuple[int | None, int | None]
+    change_bytes: int | None = field(init=False)
 
-    @property
-    def change_bytes(self) -> int | None:
-        """The change of peak bytes per device, second less first; None where one of them is not
-        known."""
+    def __post_init__(self) -> None:
         first, second = self.peak_bytes
-        return None if first is None or second is None else second - first
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "devices": list(self.devices),
-            "stage_ids": list(self.stages),
-            "peak_bytes": list(self.peak_bytes),
-            "change_bytes": self.change_bytes,
-        }
+        change = None if first is None or second is None else second - first
+        object.__setattr__(self, "change_bytes", change)
 
 
 @dataclass(frozen=True)
@@ -151,7 +143,7 @@ def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
         a, b = (of.get(device) for of in stage_of)
         stages = (a.stage_id if a else None, b.stage_id if b else None)
         begin = device
-        if groups and groups[-1].stages == stages:
+        if groups and groups[-1].stage_ids == stages:
             begin = groups.pop().devices[0]
         groups.append(
             DeviceGroup(

@@ -3,11 +3,12 @@ several drawings have: traces, axes, a limit, and one readable unit for all numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from capture.quantities import format_bytes
+from capture.report.palette import category_color, in_order
 
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SECONDS = (("s", 1.0), ("ms", 1e-3))
@@ -59,6 +60,33 @@ def lanes(names: Sequence[str]) -> dict[str, Any]:
     """Return an upright axis of named rows, the first on top."""
     ends = (len(names) - 0.5, -0.5)
     return {"names": list(enumerate(names)), "range": ends, "showgrid": False}
+
+
+def stacked(names: Sequence[str], parts: Sequence[Mapping[str, int]], unit: Unit) -> list[Trace]:
+    """Return a bar of bytes per name, divided by category."""
+    return [
+        bars(
+            category,
+            names,
+            [of.get(category, 0) / unit.scale for of in parts],
+            said=[f"{category}: {format_bytes(of.get(category, 0))}" for of in parts],
+            marker=edged(category_color(category)),
+        )
+        for category in in_order([category for of in parts for category in of])
+    ]
+
+
+def at_peak(
+    title: str,
+    caption: str,
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, int]],
+    **axes: object,
+) -> Figure:
+    """Return the figure of who holds a peak, by name and category."""
+    unit = bytes_unit(max(1, *(sum(of.values()) for of in parts)))
+    layout = {"stacked": True, "yaxis": {"title": unit.name}, **axes}
+    return Figure("at_peak", title, caption, stacked(names, parts, unit), layout)
 
 
 def edged(color: str, width: float = 0.5) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from capture.report.figure import (
     Figure,
     Trace,
     Unit,
-    bars,
     bytes_unit,
     edged,
     lanes,
@@ -20,6 +19,7 @@ from capture.report.figure import (
     scatter,
     seconds_unit,
     spans,
+    stacked,
 )
 from capture.report.front_figure import front
 from capture.report.palette import INK, category_color, in_order, stage_colors
@@ -98,19 +98,10 @@ def stage_map(facts: ReportFacts) -> Figure:
 def peaks(facts: ReportFacts) -> Figure:
     """Return the figure of memory at each stage's peak: its parts stacked, with the interval, the
     compiled peak and the limit."""
-    stages, limit = facts.stages, None if facts.headroom is None else facts.headroom.limit_bytes
-    unit = bytes_unit(max(stage.interval_bytes[1] for stage in stages))
+    stages, high = facts.stages, facts.high_bytes
+    unit = bytes_unit(high)
     names = [_stage_name(stage) for stage in stages]
-    traces = [
-        bars(
-            category,
-            names,
-            [stage.parts.get(category, 0) / unit.scale for stage in stages],
-            said=[f"{category}: {format_bytes(stage.parts.get(category, 0))}" for stage in stages],
-            marker=edged(category_color(category)),
-        )
-        for category in in_order([category for stage in stages for category in stage.parts])
-    ]
+    traces = stacked(names, [stage.predicted.parts_bytes for stage in stages], unit)
     traces.append(_predicted(stages, names, unit))
     if facts.verified:
         compiled = [stage.peak_bytes for stage in stages]
@@ -121,7 +112,7 @@ def peaks(facts: ReportFacts) -> Figure:
         "stacked": True,
         "bargap": 0.35,
         "yaxis": {"title": f"{unit.name} per device", "from_zero": True},
-        **limit_line("y", limit, unit.scale, max(stage.interval_bytes[1] for stage in stages)),
+        **limit_line("y", facts.limit_bytes, unit.scale, high),
     }
     return Figure(
         "peaks",
@@ -134,7 +125,7 @@ def peaks(facts: ReportFacts) -> Figure:
 
 def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> Trace:
     """Return the marks of the predicted peaks, with their intervals."""
-    top = [stage.predicted_bytes / unit.scale for stage in stages]
+    top = [stage.predicted.peak_bytes / unit.scale for stage in stages]
     return scatter(
         "markers",
         "predicted, with interval",
@@ -142,7 +133,9 @@ def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -
         top,
         said=[f"predicted {_interval_text(stage)}" for stage in stages],
         marker={"color": INK, "size": 5},
-        intervals=[[end / unit.scale for end in stage.interval_bytes] for stage in stages],
+        intervals=[
+            [end / unit.scale for end in stage.predicted.interval_bytes] for stage in stages
+        ],
     )
 
 
@@ -156,13 +149,17 @@ def _verified(names: Sequence[str], y: Sequence[float], said: Sequence[str]) -> 
 def _areas(stage: StageFacts) -> Iterator[Area]:
     """Yield the areas of a stage, its layers, and what each layer's bytes are for."""
     first, rest = stage.stage.first, dict[str, int]()
-    for category, nbytes in stage.parts.items():
-        if (left := nbytes - sum(layer.get(category, 0) for layer in stage.layers)) > 0:
+    for category, nbytes in stage.predicted.parts_bytes.items():
+        if (
+            left := nbytes - sum(layer.get(category, 0) for layer in stage.predicted.layers_bytes)
+        ) > 0:
             rest[category] = left
-    groups = [(f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, first)]
+    groups = [
+        (f"layer {layer}", parts) for layer, parts in enumerate(stage.predicted.layers_bytes, first)
+    ]
     groups.append(("of no one layer", rest))
     name, total = _stage_name(stage), sum(sum(parts.values()) for _, parts in groups)
-    each = f"{name}: devices {stage.devices_text}, {format_bytes(stage.predicted_bytes)} each"
+    each = f"{name}: devices {stage.devices_text}, {format_bytes(stage.predicted.peak_bytes)} each"
     yield (whole := Area("", name, each, total, "#E4E7EB", f"{name}, per device"))
     for name, parts in groups:
         if not any(parts.values()):
@@ -206,12 +203,11 @@ def memory_over_time(facts: ReportFacts) -> Figure:
         )
         for s, (points, color) in enumerate(zip(shown, stage_colors(len(shown)), strict=True))
     ]
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
     layout = {
         "height": 420,
         "xaxis": {"title": f"{clock.name} into the step" if in_seconds else "unit times"},
         "yaxis": {"title": f"{unit.name} per device", "from_zero": True},
-        **limit_line("y", limit, unit.scale, largest),
+        **limit_line("y", facts.limit_bytes, unit.scale, largest),
     }
     note = " Thinned out; highs and lows are kept." if thinned else ""
     caption = (
@@ -226,9 +222,12 @@ def _limit_words(facts: ReportFacts) -> str:
     room = facts.headroom
     if room is None:
         return "No limit is known."
-    high = max(stage.interval_bytes[1] for stage in facts.stages)
     source = "" if room.source == "given" else f" ({room.source})"
-    far = " It lies far above and is not drawn." if room.limit_bytes > FAR_LIMIT * high else ""
+    far = (
+        " It lies far above and is not drawn."
+        if room.limit_bytes > FAR_LIMIT * facts.high_bytes
+        else ""
+    )
     return (
         f"The limit is {format_bytes(room.limit_bytes)}{source}; "
         f"{signed_bytes(room.spare_bytes)} are left.{far}"
@@ -240,5 +239,5 @@ def _stage_name(stage: StageFacts) -> str:
 
 
 def _interval_text(stage: StageFacts) -> str:
-    low, high = map(format_bytes, stage.interval_bytes)
-    return f"{format_bytes(stage.predicted_bytes)} ({low} to {high})"
+    low, high = map(format_bytes, stage.predicted.interval_bytes)
+    return f"{format_bytes(stage.predicted.peak_bytes)} ({low} to {high})"

@@ -25,7 +25,7 @@ def front(facts: ReportFacts) -> Figure:
     points, step, bounds = facts.front.points, facts.schedule.step_seconds, _bounds(facts)
     unit = bytes_unit(max(point.peak_bytes for point in points))
     clock = seconds_unit(max(point.step_seconds for point in points))
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    limit = facts.limit_bytes
     peaks = [point.peak_bytes / unit.scale for point in points]
     seconds = [point.step_seconds / clock.scale for point in points]
     line = limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points))
@@ -79,19 +79,13 @@ def _line(points: Sequence[FrontPoint], x: Sequence[float], y: Sequence[float]) 
     )
 
 
-def _least_step(facts: ReportFacts) -> float | None:
-    """Return the lower bound of the seconds of a step over all plans of the search; None where it
-    is not known."""
-    why = facts.plan.why
-    trail = () if why is None or why.proven is None else why.proven.trail
-    return trail[-1].least_step_seconds if trail else None
-
-
 def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
     """Return the known lower bounds of step times: a line's name, its color, and its seconds. These
     are up to the peak of every point and beyond the last, or one number for everywhere."""
-    least, why, front = _least_step(facts), facts.plan.why, facts.front
-    if not least or why is None or why.proven is None or front is None:
+    why, front = facts.plan.why, facts.front
+    if why is None or front is None or why.proven is None or not why.proven.trail:
+        return []
+    if not (least := why.proven.trail[-1].least_step_seconds):
         return []
     within = [point.step_seconds / (1 + point.bound_fraction) for point in front.points]
     found = [("no plan is faster (lower bound)", INK, [*within, least])]
@@ -129,8 +123,7 @@ def _front_words(facts: ReportFacts) -> str:
 
 
 def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], float], dict[str, Any]]:
-    """Return how values are placed along an axis, and the axis: logarithmic where they lie far
-    apart."""
+    """Return how values are placed along an axis, logarithmic if far apart, and the axis."""
     low, high = min(values), max(values)
     if low <= 0 or high < LOG_RATIO * low:
         return lambda value: value, {"title": title}
@@ -143,10 +136,8 @@ def _scaled(title: str, values: Sequence[float]) -> tuple[Callable[[float], floa
 
 def _stages_text(stages: Sequence[Stage]) -> str:
     """Return a line per stage: its layers and its dp x tp."""
+    pairs = [(each, each.choice) for each in stages]
     return "\n".join(
-        (
-            f"layers {stage.first}-{stage.stop - 1} ({stage.choice.data_parallel} x "
-            f"{stage.choice.tensor_parallel})"
-        )
-        for stage in stages
+        f"layers {each.first}-{each.stop - 1} ({c.data_parallel} x {c.tensor_parallel})"
+        for each, c in pairs
     )

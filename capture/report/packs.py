@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.quantities import counted
-from capture.report.figure import Figure, bars, bytes_unit
-from capture.report.page import html_table, render
-from capture.report.palette import category_color, in_order
+from capture.report.figure import Figure, at_peak
+from capture.report.page import Page
 
 HEADER = ["pass", "examples", "packs", "layers of each"]
 #: Packs whose layers are listed.
@@ -36,11 +34,10 @@ def rows(plan: PacksPlan) -> list[list[str]]:
     ]
 
 
-def page(plan: PacksPlan, lines: Sequence[str], room: Headroom | None) -> str:
-    """Return the report of a plan of packs as one HTML file; ``lines`` say what is predicted."""
-    lead = "".join(f"{line[0].upper()}{line[1:]}. " for line in lines)
+def page(plan: PacksPlan, lines: Sequence[str]) -> Page:
+    """Return what is shown of a plan of packs; ``lines`` say what is predicted."""
     footer = "Seconds are simulated from measurements of single layers."
-    return render(title(plan), lead, room, html_table(HEADER, rows(plan)), _figures(plan), footer)
+    return Page(title(plan), HEADER, rows(plan), lines, footer, figures=lambda: _figures(plan))
 
 
 def _figures(plan: PacksPlan) -> list[Figure]:
@@ -48,18 +45,7 @@ def _figures(plan: PacksPlan) -> list[Figure]:
     memory = plan.prediction and plan.prediction.memory
     if not memory:
         return []
-    places = {"a device": memory.device_parts_bytes, "the host": memory.host_parts_bytes}
-    unit = bytes_unit(max(sum(parts.values()) for parts in places.values()))
-    traces = [
-        bars(
-            part,
-            list(places),
-            [of.get(part, 0) / unit.scale for of in places.values()],
-            marker={"color": category_color(part)},
-        )
-        for part in in_order(list(dict.fromkeys(name for of in places.values() for name in of)))
-    ]
     known = "as compiled" if plan.compiled else "from layers alone"
     caption = f"Of the fullest device and of the host, {known}."
-    layout = {"stacked": True, "yaxis": {"title": unit.name}}
-    return [Figure("at_peak", "Who holds the peaks", caption, traces, layout)]
+    parts = memory.device_parts_bytes, memory.host_parts_bytes
+    return [at_peak("Who holds the peaks", caption, ["a device", "the host"], parts)]

@@ -4,7 +4,9 @@ Figures are SVG, and the page needs no script.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 
 from capture.plan.headroom import Headroom
@@ -40,68 +42,79 @@ th:first-child, td:first-child {{ text-align: left; }}
 _HOW_TO_LOOK = " Rest the pointer on a mark to read its numbers. Made with capture report."
 
 
-def page(facts: ReportFacts, costs: Sequence[str] = ()) -> str:
-    """Return the report of a plan of stages, with what it costs in words, as one HTML file."""
-    return render(
-        title(facts),
-        " ".join([paragraph(facts), *(f"{cost}." for cost in costs)]),
-        facts.headroom,
-        html_table(HEADER, rows(facts)),
-        figures(facts),
-        _footer(facts),
-    )
+@dataclass(frozen=True)
+class Page:
+    """A plan as it is shown: as one HTML file, or as a table and lines of text.
 
+    Attributes:
+        title: The question that the plan answers, in words.
+        header, rows: The table.
+        lines: What is said of the plan, in lines for people; those that are tables are left out of
+            the file.
+        footer: Where the numbers are from.
+        below: What is said below the table.
+        figures: Makes the figures, for the file alone.
+    """
 
-def render(
-    heading: str,
-    lead: str,
-    room: Headroom | None,
-    table: str,
-    shown: Sequence[Figure],
-    footer: str,
-) -> str:
-    """Return the HTML of a heading, a paragraph, whether the plan fits, a table (HTML already) and
-    figures."""
-    sections = "".join(
-        (
-            f'<h2>{escape(figure.title)}</h2><p class="caption">{escape(figure.caption)}</p><div '
-            f'class="figure" id="{figure.name}">{draw(figure)}</div>\n'
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    lines: Sequence[str]
+    footer: str
+    below: str = ""
+    figures: Callable[[], Sequence[Figure]] = tuple
+
+    def html(self, room: Headroom | None) -> str:
+        """Return the HTML of the title, whether the plan fits, the lines as a paragraph, the table
+        and the figures."""
+        said = (line.rstrip(".") for line in self.lines if "\n" not in line)
+        lead = " ".join(f"{line[0].upper()}{line[1:]}." for line in said)
+        sections = "".join(
+            (
+                f'<h2>{escape(figure.title)}</h2><p class="caption">{escape(figure.caption)}</p>'
+                f'<div class="figure" id="{figure.name}">{draw(figure)}</div>\n'
+            )
+            for figure in self.figures()
         )
-        for figure in shown
-    )
-    verdict = ""
-    if room is not None:
-        color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(room.verdict, "#FCE8B2")
-        words = escape(room.verdict)
-        verdict = f'<span class="verdict" style="background: {color}">{words}</span>\n'
-    footer += _HOW_TO_LOOK
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(heading)}</title><link rel="icon" '
-        f'href="data:,"><style>{_STYLE}</style></head>\n<body>'
-        f'<h1>{escape(heading)}</h1>\n{verdict}<p class="lead">{escape(lead)}</p>\n<div '
-        f'class="wide">{table}</div>\n{sections}'
-        f"<footer><p>{escape(footer)}</p></footer>\n</body></html>\n"
-    )
+        verdict = ""
+        if room is not None:
+            color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(room.verdict, "#FCE8B2")
+            words = escape(room.verdict)
+            verdict = f'<span class="verdict" style="background: {color}">{words}</span>\n'
+        return (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<title>{escape(self.title)}</title><link rel="icon" '
+            f'href="data:,"><style>{_STYLE}</style></head>\n<body>'
+            f'<h1>{escape(self.title)}</h1>\n{verdict}<p class="lead">{escape(lead)}</p>\n<div '
+            f'class="wide">{self._table}</div>\n{sections}'
+            f"<footer><p>{escape(self.footer + _HOW_TO_LOOK)}</p></footer>\n</body></html>\n"
+        )
+
+    @property
+    def _table(self) -> str:
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.header)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows
+        )
+        return (
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            + f'<p class="caption">{escape(self.below)}</p>' * bool(self.below)
+        )
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str = "") -> str:
-    """Return a table, with a line of text below it if there is one."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return (
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        + f'<p class="caption">{escape(below)}</p>' * bool(below)
-    )
+def page(facts: ReportFacts, costs: Sequence[str] = ()) -> Page:
+    """Return what is shown of a plan of stages, with what it costs in words."""
+    said = [paragraph(facts), *costs]
+    make = partial(figures, facts)
+    return Page(title(facts), HEADER, rows(facts), said, _footer(facts), figures=make)
 
 
 def _footer(facts: ReportFacts) -> str:
     """Return the line about the sources of the numbers."""
-    known = facts.source
+    known = facts.prediction.source
     parts = [
         f"{name} {known[name]}"
         for name in ("backend", "target", "predictor", "jax", "jaxlib", "date")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 CATEGORIES = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -64,16 +66,10 @@ def stage_colors(num_stages: int) -> list[str]:
         >>> stage_colors(2)
         ['#440154', '#5ec962']
     """
-    colors = []
-    for s in range(num_stages):
-        at = s / max(1, num_stages - 1) * (len(_STAGES) - 1)
-        i = min(int(at), len(_STAGES) - 2)
-        mixed = (
-            round(a + (b - a) * (at - i))
-            for a, b in zip(_channels(_STAGES[i]), _channels(_STAGES[i + 1]), strict=True)
-        )
-        colors.append("#" + "".join(f"{channel:02x}" for channel in mixed))
-    return colors
+    at, known = np.linspace(0, len(_STAGES) - 1, num_stages), range(len(_STAGES))
+    channels = zip(*map(_channels, _STAGES), strict=True)
+    mixed = [np.interp(at, known, channel).round().astype(int) for channel in channels]
+    return ["#" + "".join(f"{value:02x}" for value in color) for color in zip(*mixed, strict=True)]
 
 
 def text_on(color: str) -> str:

@@ -6,17 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from capture.quantities import format_seconds
 from capture.report.data import ScheduleFacts
-from capture.report.figure import (
-    Trace,
-    Unit,
-    edged,
-    lanes,
-    scatter,
-    seconds_unit,
-    spans,
-)
+from capture.report.figure import Trace, Unit, edged, lanes, scatter, seconds_unit, spans
 from capture.report.palette import KINDS, OTHER
 from capture.step.simulator import Work
 from capture.step.timeline import compute_stream
@@ -26,41 +20,28 @@ MAX_BARS = 1500
 #: Columns of the image.
 NUM_SLOTS = 1200
 
-_COMPUTES = (
-    "forward",
-    "backward",
-    "backward_inputs",
-    "backward_weights",
-    "summarize",
-    "update",
-)
+_COMPUTES = ("forward", "backward", "backward_inputs", "backward_weights", "summarize", "update")
 
 
 def schedule(facts: ScheduleFacts) -> tuple[list[Trace], dict[str, Any], str]:
     """Return (traces, layout, what the caption must say of them) of a schedule: a row per group of
     devices, that of the first stage on top."""
     num_stages = len(facts.lanes)
-    unit = (
-        seconds_unit(float(facts.simulation.seconds))
-        if facts.in_seconds
-        else Unit("unit times", 1.0)
-    )
+    step = float(facts.simulation.seconds)
+    unit = seconds_unit(step) if facts.in_seconds else Unit("unit times", 1.0)
     layout: dict[str, Any] = {
         "height": 130 + max(26, 60 - 2 * num_stages) * num_stages,
         "showlegend": True,
         "xaxis": {
             "title": f"{unit.name} into the step" if facts.in_seconds else unit.name,
-            "range": (0, float(facts.simulation.seconds) / unit.scale),
+            "range": (0, step / unit.scale),
         },
         "yaxis": lanes(list(facts.lanes.values())),
     }
     rows = _rows(facts)
     if len(rows) <= MAX_BARS:
-        sends = (
-            " The thin bars below a stage are what it sends."
-            if any(item.kind == "transfer" for _, item, *_ in rows)
-            else ""
-        )
+        is_sending = any(item.kind == "transfer" for _, item, *_ in rows)
+        sends = " The thin bars below a stage are what it sends." * is_sending
         return _bars(rows, facts, unit), layout, f"Gaps are waiting.{sends}"
     note = (
         f"{len(rows):,} programs and transfers are too many for bars: drawn are {NUM_SLOTS:,} "
@@ -75,8 +56,7 @@ Row = tuple[int, Work, float, float]
 
 
 def _rows(facts: ScheduleFacts) -> list[Row]:
-    """Return the programs that take time on the compute streams and the transfers that leave a
-    stage."""
+    """Return the programs of compute streams and the transfers that leave a stage."""
     row_of = {lane: row for row, lane in enumerate(facts.lanes)}
     stage_of = {compute_stream(lane): row for lane, row in row_of.items()}
     found = []
@@ -138,30 +118,22 @@ def _image(facts: ScheduleFacts, unit: Unit) -> list[Trace]:
 def slots(facts: ScheduleFacts, num_slots: int) -> tuple[list[list[str | None]], list[list[str]]]:
     """Return, per row and slot of time, the kind of the program that takes most of the slot, and
     its label; None where waiting does."""
-    num_stages = len(facts.lanes)
-    kinds: list[list[str | None]] = [[None] * num_slots for _ in range(num_stages)]
-    labels = [[""] * num_slots for _ in range(num_stages)]
-    waited = [[1.0] * num_slots for _ in range(num_stages)]
-    most = [[0.0] * num_slots for _ in range(num_stages)]
+    shape = (len(facts.lanes), num_slots)
+    kinds, labels = np.full(shape, None, object), np.full(shape, "", object)
+    waited, most = np.ones(shape), np.zeros(shape)
     length = float(facts.simulation.seconds) / num_slots
     for stage, item, start, seconds in _rows(facts):
         if item.kind == "transfer":
             continue
         first, last = int(start / length), min(num_slots - 1, int((start + seconds) / length))
-        for slot in range(first, last + 1):
-            share = (min(start + seconds, (slot + 1) * length) - max(start, slot * length)) / length
-            waited[stage][slot] -= share
-            if share > most[stage][slot]:
-                most[stage][slot], kinds[stage][slot], labels[stage][slot] = (
-                    share,
-                    item.kind,
-                    item.label,
-                )
-    for s in range(num_stages):
-        for slot in range(num_slots):
-            if waited[s][slot] > most[s][slot]:
-                kinds[s][slot], labels[s][slot] = None, ""
-    return kinds, labels
+        for at in ((stage, slot) for slot in range(first, last + 1)):
+            begin = max(start, at[1] * length)
+            share = (min(start + seconds, (at[1] + 1) * length) - begin) / length
+            waited[at] -= share
+            if share > most[at]:
+                most[at], kinds[at], labels[at] = share, item.kind, item.label
+    kinds[waited > most], labels[waited > most] = None, ""
+    return kinds.tolist(), labels.tolist()
 
 
 def _span(facts: ScheduleFacts, start: float, seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -12,9 +13,9 @@ from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
-from capture.report.figure import Figure, bars, bytes_unit, seconds_unit
-from capture.report.page import html_table, render
-from capture.report.palette import category_color, in_order
+from capture.report.figure import Figure, at_peak, bars, bytes_unit, seconds_unit
+from capture.report.page import Page
+from capture.report.palette import in_order
 
 HEADER = ["operator", "mode", "parameters", "resident", "transient", "at the peak", "time"]
 #: Of an operator, what is drawn, and what its axis is called.
@@ -92,8 +93,7 @@ def _totals_of(plan: ShardingPlan) -> list[list[str]]:
 
 
 def _held_bytes(cost: OperatorCost | None) -> float:
-    """Return the bytes that an operator holds at the peak, or at any time where the peak was not
-    looked at."""
+    """Return an operator's bytes at the peak, or at any time if that was not looked at."""
     if cost is None:
         return 0.0
     return sum(cost.at_peak.values()) if cost.at_peak else cost.resident_bytes
@@ -123,59 +123,33 @@ def operator_rows(plan: ShardingPlan) -> list[dict[str, Any]]:
     ]
 
 
-def page(plan: ShardingPlan, room: Headroom | None) -> str:
-    """Return the report of a sharding plan as one HTML file."""
+def page(plan: ShardingPlan, room: Headroom | None) -> Page:
+    """Return what is shown of a sharding plan."""
     below = "Bytes and times are those of one device, by the search's model of costs."
     footer = f"Sharding plan; {below[0].lower()}{below[1:]}"
-    table = html_table(HEADER, rows(plan), below)
-    return render(
-        title(plan),
-        paragraph(plan, room),
-        room,
-        table,
-        _figures(plan) if plan.costs else [],
-        footer,
-    )
+    said, make = [paragraph(plan, room)], partial(_figures, plan)
+    return Page(title(plan), HEADER, rows(plan), said, footer, below, make)
 
 
 def _figures(plan: ShardingPlan) -> list[Figure]:
     names = [escape(f"{i} {name}") for i, name in enumerate(plan.names)]
-    found = [_at_peak(plan, names)] if _parts_of_peak(plan) else []
-    for field, what in _DRAWN.items():
+    turned, found = {"xaxis": {"tickangle": -45}}, list[Figure]()
+    if _parts_of_peak(plan):
+        caption = (
+            f"Per operator, its part of the {format_bytes(plan.peak_bytes)} that a device is "
+            "estimated to need at the peak of the step."
+        )
+        parts = [cost.at_peak for cost in plan.costs]
+        found.append(at_peak("Who holds the peak", caption, names, parts, **turned))
+    for field, what in _DRAWN.items() if plan.costs else ():
         values = [getattr(cost, field) for cost in plan.costs]
-        largest = max(values, default=0)
-        unit = seconds_unit(largest) if field == "seconds" else bytes_unit(largest)
-        trace = {
-            "type": "bar",
-            "x": names,
-            "y": [value / unit.scale for value in values],
-            "text": [str(mode) for mode in plan.modes],
-        }
-        axes = {"xaxis": {"tickangle": -45}, "yaxis": {"title": unit.name}}
+        unit = (seconds_unit if field == "seconds" else bytes_unit)(max(values, default=0))
+        sizes = [value / unit.scale for value in values]
+        trace = bars("", names, sizes, text=[str(mode) for mode in plan.modes])
+        axes = {**turned, "yaxis": {"title": unit.name}}
         words = field.replace("_", " ").capitalize()
         found.append(Figure(field, words, f"Per operator: {what}.", [trace], axes))
     return found
-
-
-def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
-    """Return the figure of how the bytes of the peak divide over operators, by category."""
-    parts = in_order(list(_parts_of_peak(plan)))
-    unit = bytes_unit(max(sum(cost.at_peak.values()) for cost in plan.costs))
-    traces = [
-        bars(
-            part,
-            names,
-            [cost.at_peak.get(part, 0) / unit.scale for cost in plan.costs],
-            marker={"color": category_color(part)},
-        )
-        for part in parts
-    ]
-    layout = {"stacked": True, "xaxis": {"tickangle": -45}, "yaxis": {"title": unit.name}}
-    caption = (
-        f"Per operator, its part of the {format_bytes(plan.peak_bytes)} that a device is estimated "
-        "to need at the peak of the step."
-    )
-    return Figure("at_peak", "Who holds the peak", caption, traces, layout)
 
 
 def decision(plan: ShardingPlan) -> Mapping[str, Any]:

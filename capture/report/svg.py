@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from capture.report.figure import Figure
@@ -57,8 +58,7 @@ class Axis:
 
     def at(self, value: Any) -> float:
         """Return the pixel of a value or a name."""
-        number = self.places[value] if self.places else float(value)
-        part = (number - self.low) / ((self.high - self.low) or 1.0)
+        part = (float(self.places.get(value, value)) - self.low) / ((self.high - self.low) or 1.0)
         return self.begin + part * (self.end - self.begin)
 
     @property
@@ -67,12 +67,7 @@ class Axis:
 
 
 class _Chart:
-    """The drawing of one figure.
-
-    Args:
-        traces, layout: Traces and layout of the drawing.
-        height: Height in pixels.
-    """
+    """The drawing of one figure, in pixels."""
 
     def __init__(self, traces: Sequence[dict[str, Any]], layout: dict[str, Any], height: int):
         self._traces, self._layout, self._height = traces, layout, height
@@ -138,19 +133,17 @@ class _Chart:
     def _frame(self) -> Iterator[str]:
         x, y = self._x, self._y
         for value, name in y.ticks:
-            at = y.at(value) if not y.places else y.at(name)
+            at = y.at(value)
             if y.has_grid:
                 yield _line(x.begin, at, x.end, at, _GRID)
             yield _text(x.begin - 6, at + 4, name, anchor="end")
         angle = self._layout.get("xaxis", {}).get("tickangle")
         for value, name in x.ticks:
-            at = x.at(value) if not x.places else x.at(name)
+            at = x.at(value)
             if x.has_grid and not x.places:
                 yield _line(at, y.begin, at, y.end, _GRID)
-            if angle:
-                yield _text(at, y.begin + 14, name, anchor="end", turn=angle)
-            else:
-                yield _text(at, y.begin + 16, name)
+            turned = {"anchor": "end", "turn": angle} if angle else {}
+            yield _text(at, y.begin + (14 if angle else 16), name, **turned)
         yield _line(x.begin, y.begin, x.end, y.begin, "#9AA5B1")
         if x.title:
             yield _text((x.begin + x.end) / 2, y.begin + 36, x.title)
@@ -230,20 +223,17 @@ class _Chart:
         """Yield a heat map with runs of equal values as one bar each."""
         half = self._y.pixels_per_unit / 2 - 2
         for y, (row, labels) in enumerate(zip(trace["kinds"], trace["text"], strict=True)):
-            first = 0
-            for stop in range(1, len(row) + 1):
-                if stop < len(row) and row[stop] == row[first]:
+            for kind, run in groupby(range(len(row)), row.__getitem__):
+                first, *others = run
+                if kind is None:
                     continue
-                if row[first] is not None:
-                    begin = self._x.at(first * trace["dx"])
-                    end = self._x.at(stop * trace["dx"])
-                    color, label = KINDS[row[first]], escape(labels[first])
-                    yield (
-                        f'<rect x="{begin:.1f}" y="{self._y.at(y) - half:.1f}" '
-                        f'width="{end - begin:.1f}" height="{2 * half:.1f}" fill="{color}">'
-                        f"<title>{label}</title></rect>"
-                    )
-                first = stop
+                begin = self._x.at(first * trace["dx"])
+                end = self._x.at((first + 1 + len(others)) * trace["dx"])
+                yield (
+                    f'<rect x="{begin:.1f}" y="{self._y.at(y) - half:.1f}" '
+                    f'width="{end - begin:.1f}" height="{2 * half:.1f}" fill="{KINDS[kind]}">'
+                    f"<title>{escape(labels[first])}</title></rect>"
+                )
 
     def _limit_line(self) -> Iterator[str]:
         x, y = self._x, self._y
@@ -270,14 +260,10 @@ def _axis(
     if names:
         ticks = tuple((float(i), name) for name, i in places.items())
         return Axis(-0.5, len(names) - 0.5, begin, end, ticks, places, title, has_grid)
-    numbers = [float(v) for v in values] or [0.0]
-    if "range" in asked:
-        low, high = asked["range"]
-    else:
-        low, high = min(numbers), max(numbers)
-        pad = 0.04 * ((high - low) or abs(high) or 1.0)
-        from_zero = low == 0 or (low > 0 and "from_zero" in asked)
-        low, high = 0.0 if from_zero else low - pad, high + pad
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    pad = 0.04 * ((high - low) or abs(high) or 1.0)
+    from_zero = low == 0 or (low > 0 and "from_zero" in asked)
+    low, high = asked.get("range", (0.0 if from_zero else low - pad, high + pad))
     named = tuple(asked.get("names", ()) or _ticks(low, high, most, asked.get("dtick")))
     return Axis(low, high, begin, end, named, {}, title, has_grid)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capture.plan.strategy import strategy
 from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
-from capture.report.data import Clock, ReportFacts, is_extrapolated
+from capture.report.data import Clock, ReportFacts
 
 #: What every simulated thing says of its times.
 CLOCKS: dict[Clock, str] = {
@@ -37,108 +37,83 @@ def title(facts: ReportFacts) -> str:
 def paragraph(facts: ReportFacts) -> str:
     """Describe a plan of stages: whether it fits, how much memory is left and how sure that is, and
     what limits memory and time."""
-    return " ".join([*_fit(facts), *_memory(facts), *_time(facts), *_found(facts)])
+    said = (_fit(facts), _sure(facts), _memory(facts), _time(facts), *_found(facts))
+    return " ".join(filter(None, said))
 
 
-def _fit(facts: ReportFacts) -> list[str]:
-    fullest, room = facts.fullest, facts.headroom
+def _fit(facts: ReportFacts) -> str:
+    peak, room = format_bytes(facts.fullest.peak_bytes), facts.headroom
     how = "by the compiler of the target" if facts.verified else "predicted"
-    need = f"The fullest device needs {format_bytes(fullest.peak_bytes)} at its peak ({how})."
+    need = f"The fullest device needs {peak} at its peak ({how})"
     if room is None:
-        limit = (
-            f"Nobody says how much memory a device of {facts.plan.cluster.target} has, so nothing "
-            "is said of what is left (--memory does)."
+        return (
+            f"{need}. Nobody says how much memory a device of {facts.plan.cluster.target} has, so "
+            "nothing is said of what is left (--memory does)."
         )
-        return [need, limit, *_sure(facts)]
-    verdict = f"The plan {room.verdict}."
     spare = room.spare_bytes
-    left = (
-        f"{format_bytes(spare)} are left" if spare >= 0 else f"{format_bytes(-spare)} are missing"
-    )
+    left = f"{format_bytes(abs(spare))} are {'left' if spare >= 0 else 'missing'}"
     source = "the limit that was given" if room.source == "given" else "what the target can use"
-    return [
-        verdict,
-        need[:-1] + f"; of {format_bytes(room.limit_bytes)}, {source}, {left}.",
-        *_sure(facts),
-    ]
+    of = f"of {format_bytes(room.limit_bytes)}, {source}, {left}"
+    return f"The plan {room.verdict}. {need}; {of}."
 
 
-def _sure(facts: ReportFacts) -> list[str]:
+def _sure(facts: ReportFacts) -> str:
     if facts.verified:
-        error = max(
-            (
-                stage.predicted_bytes / stage.peak_bytes - 1
-                for stage in facts.stages
-                if stage.peak_bytes
-            ),
-            key=abs,
-            default=0.0,
-        )
-        off = f"; the prediction was off by at most {abs(error):.2%}" * (abs(error) >= 5e-5)
-        return [f"Every stage was compiled, so the peaks are exact{off}."]
-    high = max(stage.interval_bytes[1] for stage in facts.stages)
-    end = f"The upper end of the intervals is {format_bytes(high)}"
+        errors = [s.predicted.peak_bytes / s.peak_bytes - 1 for s in facts.stages if s.peak_bytes]
+        error = max(map(abs, errors), default=0.0)
+        off = f"; the prediction was off by at most {error:.2%}" * (error >= 5e-5)
+        return f"Every stage was compiled, so the peaks are exact{off}."
+    end = f"The upper end of the intervals is {format_bytes(facts.high_bytes)}"
     if facts.headroom is not None:
-        spare = facts.headroom.limit_bytes - high
-        end += (
-            f", which leaves {format_bytes(spare)}"
-            if spare >= 0
-            else f", {format_bytes(-spare)} too much"
-        )
-    if is_extrapolated(facts.plan):
-        return [
+        spare = facts.headroom.limit_bytes - facts.high_bytes
+        size = format_bytes(abs(spare))
+        end += f", which leaves {size}" if spare >= 0 else f", {size} too much"
+    if facts.prediction.extrapolated:
+        return (
             f"{end}; degrees or the micro-batch size were not profiled: verify the plan to be "
             "sure (capture verify)."
-        ]
-    if facts.coverage is None:
-        return [
+        )
+    if (coverage := facts.prediction.interval_coverage) is None:
+        return (
             f"{end}; the intervals are not calibrated. Verify the plan to be sure (capture verify)."
-        ]
-    return [
-        f"{end}; a device stays within its interval with a calibrated probability of "
-        f"{facts.coverage:.0%}."
-    ]
+        )
+    within = "a device stays within its interval with a calibrated probability of"
+    return f"{end}; {within} {coverage:.0%}."
 
 
-def _memory(facts: ReportFacts) -> list[str]:
+def _memory(facts: ReportFacts) -> str:
     stage = facts.fullest
     passes = {"forward": "forward pass", "backward": "backward pass", "update": "update"}
-    largest, when = stage.largest_part, passes.get(stage.instant, "")
+    parts = stage.predicted.parts_bytes
+    largest, when = max(parts, key=parts.__getitem__), passes.get(stage.predicted.instant, "")
     when = when and f" during the {when}"
-    text = (
-        f"The bottleneck of memory is stage {stage.stage_id} (layers {stage.layers_text}): "
-        f"{format_bytes(stage.parts[largest])} "
-        f"{'of the predicted peak' if facts.verified else 'of it'} are {largest}{when}"
-    )
     if largest == "activations":
-        return [
-            f"{text}, of {counted(stage.max_in_flight, 'micro-batch', 'micro-batches')} in flight."
-        ]
-    return [f"{text}."]
+        batches = counted(stage.max_in_flight, "micro-batch", "micro-batches")
+        when += f", of {batches} in flight"
+    return (
+        f"The bottleneck of memory is stage {stage.stage_id} (layers {stage.layers_text}): "
+        f"{format_bytes(parts[largest])} "
+        f"{'of the predicted peak' if facts.verified else 'of it'} are {largest}{when}."
+    )
 
 
-def _time(facts: ReportFacts) -> list[str]:
-    if len(facts.stages) == 1 and facts.schedule.step_seconds is None:
-        return []
+def _time(facts: ReportFacts) -> str:
+    is_alone = len(facts.stages) == 1
     waits, step = facts.schedule.waits_fraction, facts.schedule.step_seconds
     if step is None:
         idle = (
             "Were all passes equally long, the pipeline bubble would be "
-            f"{facts.mean_waits:.0%} of a step on average."
+            f"{facts.mean_waits:.0%} of a step on average. How long a step takes is not known."
         )
-        return [f"{idle} How long a step takes is not known."]
-    takes = (
-        f"A step takes {format_seconds(step)} (simulated), "
-        f"{format_rate(facts.plan.global_batch_size / step)} examples/s."
-    )
-    if len(facts.stages) == 1:
-        return [takes]
-    return [
-        takes,
-        f"The bottleneck of time is stage {facts.busiest}, which computes for "
+        return "" if is_alone else idle
+    rate = format_rate(facts.plan.global_batch_size / step)
+    takes = f"A step takes {format_seconds(step)} (simulated), {rate} examples/s."
+    bottleneck = (
+        f" The bottleneck of time is stage {facts.busiest}, which computes for "
         f"{1 - waits[facts.busiest]:.0%} of the step; "
-        f"the pipeline bubble is {facts.mean_waits:.0%} of it on average.",
-    ]
+        f"the pipeline bubble is {facts.mean_waits:.0%} of it on average."
+    )
+    return takes if is_alone else takes + bottleneck
 
 
 def _found(facts: ReportFacts) -> list[str]:
@@ -161,7 +136,7 @@ HEADER = (
 
 def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
     """Return the table under ``HEADER``, a row per stage; a dash where nothing is known."""
-    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    limit = facts.limit_bytes
     return [
         (
             str(stage.stage_id),
@@ -169,7 +144,7 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
             stage.devices_text,
             f"{stage.stage.choice.replicas_text} x {stage.stage.choice.tensor_parallel}",
             stage.stage.remat_text,
-            format_bytes(stage.predicted_bytes),
+            format_bytes(stage.predicted.peak_bytes),
             "-" if stage.verified_bytes is None else format_bytes(stage.verified_bytes),
             "-" if limit is None else signed_bytes(limit - stage.peak_bytes),
             f"{waits:.0%}",

@@ -197,7 +197,7 @@ def planted_prediction(plan: Plan, state: int) -> Prediction:
     stage = StagePrediction(2 * state, (2 * state, 2 * state), "backward", parts, (parts, {}))
     per_device = (2 * state,) * plan.cluster.num_devices
     ends = ((2 * state, 2 * state),) * plan.cluster.num_devices
-    return Prediction((stage,) * plan.num_stages, per_device, ends, {}, None)
+    return Prediction((stage,) * plan.num_stages, per_device, ends, source={})
 
 
 def test_what_rests_on_hosts_stays_on_devices_in_the_nearest_plan():

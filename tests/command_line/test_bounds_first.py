@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import optax
 import pytest
 
-from capture.cli.asked import profile_question
 from capture.cli.bounds_first import of_a_profile
 from capture.cli.main import main, parse
 from capture.cli.options import LEFT_OPEN, TARGET
@@ -161,7 +160,7 @@ def options_of(text):
 def asks_for_bounds(text):
     options = options_of(text)
     close(options, (*LEFT_OPEN, TARGET, *OPTIONS))
-    return not of_a_profile(options, profile_question(vars(options)))
+    return not of_a_profile(options)
 
 
 @pytest.mark.parametrize(

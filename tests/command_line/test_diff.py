@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
 
 from capture.cli.main import main
+from capture.documents import read
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.prediction import Prediction
@@ -36,12 +37,13 @@ def merged(plan: Plan) -> Plan:
         "instant": "update",
         "parts_bytes": {"parameters": 30 * GB},
     }
-    prediction = Prediction.read(
+    prediction = read(
         {
             **plan.prediction.to_json(),
             "peak_bytes_per_device": [30 * GB] * 3,
             "stages": [{**note, "layers_bytes": [{}] * 3}],
-        }
+        },
+        Prediction,
     )
     return plan.with_(
         stages=(Stage(0, 3, (0, 1, 2), StageChoice(1, 3)),),
@@ -135,7 +137,7 @@ def test_groups_cover_the_devices_of_the_larger_cluster_once(one, other):
                 assert group.peak_bytes[side] == (
                     facts.plan.prediction.peak_bytes_per_device[device] if known else None
                 )
-                assert group.stages[side] == (
+                assert group.stage_ids[side] == (
                     next(s for s, t in enumerate(facts.plan.stages) if device in t.devices)
                     if known
                     else None
@@ -167,7 +169,12 @@ def chain_plan(degrees: list[int]) -> Plan:
         "stages": notes,
     }
     return Plan(
-        Cluster((sum(degrees),)), len(degrees), stages, 4, 2, prediction=Prediction.read(prediction)
+        Cluster((sum(degrees),)),
+        len(degrees),
+        stages,
+        4,
+        2,
+        prediction=read(prediction, Prediction),
     )
 
 

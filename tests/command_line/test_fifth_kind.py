@@ -14,8 +14,9 @@ from cells import ASKED, CELLS, STORE, WORKLOAD, Case, installed
 from capture import documents
 from capture.cli import asked, options
 from capture.cli.diff import compared
-from capture.cli.output import emit, saved, table, write_files
+from capture.cli.output import answered, table
 from capture.cli.question_file import noted
+from capture.cli.report import shown
 from capture.cli.whole import close
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
@@ -31,7 +32,6 @@ from capture.quantities import counted, format_bytes
 from capture.registered import Registered
 from capture.report.documents import ExplainReport, PageReport, PeakRow, PlanNeeds, VerifyReport
 from recommender.answer import Answer
-from recommender.plan_report import PlanReport
 
 HERE, HEADER = "test_fifth_kind", ["at the peak", "bytes"]
 
@@ -111,9 +111,7 @@ def answer(given) -> int:
     status = "ok" if room is None or room.verdict == "fits" else "infeasible"
     why = Why(f"{counted(len(tried), 'number')} of passes compiled")
     found = noted(given, Answer(status, plan, Tried(tried), why, room))
-    lines = [saved(given, found)] if status == "ok" else [f"infeasible: {why.summary}"]
-    emit(given, PlanReport.of("replicas", found), *lines)
-    return 0 if status == "ok" else 1
+    return answered(given, "replicas", found, [f"{status}: {why.summary}"])
 
 
 def verify(given, plan: ReplicasPlan) -> tuple[VerifyReport, ReplicasPlan]:
@@ -135,16 +133,12 @@ def rows(plan: ReplicasPlan) -> list[list[str]]:
 
 
 def report(given, plan: ReplicasPlan) -> tuple[PageReport, list[str]]:
-    from capture.report.page import html_table, render
+    from capture.report.page import Page
 
     said, needs = "; ".join(map(": ".join, decided(plan).items())), PlanNeeds.of(plan, given.memory)
-    parts = html_table(HEADER, rows(plan))
-    page = partial(render, "Replicas", said, needs.headroom, parts, [], "Compiled.")
-    written = write_files(given, page)
-    found = PageReport(
-        kind="replicas", title="Replicas", summary=said, needs=needs, written=written
+    return shown(
+        given, "replicas", Page("Replicas", HEADER, rows(plan), [said], "Compiled."), needs
     )
-    return found, [said]
 
 
 def decided(plan: ReplicasPlan) -> dict[str, str]:

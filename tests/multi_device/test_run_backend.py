@@ -196,7 +196,7 @@ def test_the_same_plan_as_from_compiled_runs(executed, compiled):
     assert mine.prediction.peak_bytes_per_device == tuple(int(np.ceil(peak)) for peak in expected)
     assert mine.prediction.source["predictor"] == "paper"
     assert mine.prediction.source["backend"] == "run"
-    assert mine.prediction.coverage is None
+    assert mine.prediction.interval_coverage is None
     stage = mine.prediction.stages[0]
     assert stage.parts_bytes == {"not itemised": stage.peak_bytes}
     assert stage.interval_bytes == (stage.peak_bytes // 4, 2 * stage.peak_bytes)

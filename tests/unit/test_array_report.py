@@ -68,6 +68,6 @@ def test_every_program_has_a_curve_of_what_fusing_it_is_worth(facts):
 
 
 def test_the_page_has_its_figures_and_says_that_nothing_was_measured(facts):
-    text = page(facts, ["a line", "a\ntable"], None)
+    text = page(facts, ["a line", "a\ntable"]).html(None)
     assert re.findall(r'class="figure" id="(\w+)"', text) == ["step", "memory", "saturation"]
-    assert "never measured" in text and ">a line.<" in text and "layer 0 maps 0" in text
+    assert "never measured" in text and ">A line.<" in text and "layer 0 maps 0" in text

@@ -86,7 +86,7 @@ def test_a_loss_that_is_no_number_is_null_in_the_document_of_all(capsys):
 
 def test_a_run_says_where_its_state_is():
     document = ALONE | {"losses": [0.5], "saved": "run/12"}
-    assert as_text(document).splitlines()[-2:] == ["loss 0.500000", "state -> run/12"]
+    assert [*as_text(document)][-2:] == ["loss 0.500000", "state -> run/12"]
 
 
 def test_a_driver_loads_no_jax_and_is_small():

@@ -42,8 +42,8 @@ PREDICTIONS = st.builds(
     ).map(tuple),
     st.lists(NUMBERS, max_size=3).map(tuple),
     st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3).map(tuple),
-    PARTS,
-    st.none() | st.floats(0, 1),
+    source=PARTS,
+    interval_coverage=st.none() | st.floats(0, 1),
 )
 
 

@@ -366,7 +366,7 @@ def test_without_errors_the_interval_is_wide_and_no_coverage_is_claimed():
         prediction = AdditivePredictor(planted.profile([ONE], errors=errors)).predict(
             make_plan([3], [ONE])
         )
-        assert prediction.coverage is None
+        assert prediction.interval_coverage is None
         low, high = prediction.stages[0].interval_bytes
         assert low <= 0.75 * prediction.peak_bytes and high >= 1.25 * prediction.peak_bytes
 

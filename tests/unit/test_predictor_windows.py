@@ -284,14 +284,14 @@ def test_a_plan_of_compiled_stages_is_certain():
     profile, plan = planted.profile([ONE], errors=[0.02] * 120), make_plan([8, 7], [ONE, ONE])
     certain = replace(profile, verified={c: planted.cost(c) for c in configs_of(plan)})
     prediction = AdditivePredictor(certain).predict(plan)
-    assert prediction.coverage == 1
+    assert prediction.interval_coverage == 1
     for stage in prediction.stages:
         assert stage.verified and stage.interval_bytes == (stage.peak_bytes, stage.peak_bytes)
     half = replace(profile, verified={configs_of(plan)[0]: planted.cost(configs_of(plan)[0])})
     first, last = AdditivePredictor(half).predict(plan).stages
     assert first.interval_bytes == (first.peak_bytes, first.peak_bytes) != last.interval_bytes
     assert profile.calibration.num_stages == 120, "which support more than is claimed"
-    assert AdditivePredictor(half).predict(plan).coverage == 0.98
+    assert AdditivePredictor(half).predict(plan).interval_coverage == 0.98
 
 
 def test_a_schedule_that_splits_backward_passes_needs_a_profile_of_them():

@@ -158,7 +158,9 @@ def test_a_verified_stage_is_exact_and_has_no_interval():
     _, known = compiler(plan, profile)
     prediction = AdditivePredictor(known).predict(plan)
     assert list(prediction.peak_bytes_per_device) == pytest.approx(compiler.peaks(plan), abs=LOSSES)
-    assert prediction.coverage == 1.0 and all(stage.verified for stage in prediction.stages)
+    assert prediction.interval_coverage == 1.0 and all(
+        stage.verified for stage in prediction.stages
+    )
     assert all(
         stage.interval_bytes == (stage.peak_bytes, stage.peak_bytes) for stage in prediction.stages
     )

@@ -167,8 +167,7 @@ class PaperPredictor:
             stages,
             tuple(stage.peak_bytes for stage in order),
             tuple(stage.interval_bytes for stage in order),
-            {**provenance, "predictor": self.name},
-            None,
+            source={**provenance, "predictor": self.name},
         )
 
     def predict(self, plan: Plan) -> tuple[float, ...]:

@@ -56,7 +56,7 @@ def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, deg
 
 
 def test_facts_are_those_of_the_plan(facts, plan, profile):
-    assert [stage.predicted_bytes for stage in facts.stages] == [
+    assert [stage.predicted.peak_bytes for stage in facts.stages] == [
         note.peak_bytes for note in plan.prediction.stages
     ]
     assert [stage.verified_bytes for stage in facts.stages] == list(
@@ -108,7 +108,7 @@ def test_a_profile_without_times_gives_unit_times():
     assert facts.schedule.simulation.seconds == 9
     assert facts.schedule.waits_fraction == pytest.approx((2 / 9, 2 / 9))
     for stage, use in zip(facts.stages, facts.schedule.memory, strict=True):
-        assert use.peak.peak_bytes == pytest.approx(stage.predicted_bytes, rel=1e-6), (
+        assert use.peak.peak_bytes == pytest.approx(stage.predicted.peak_bytes, rel=1e-6), (
             "but for losses and streams, what was predicted"
         )
 
@@ -294,7 +294,7 @@ def test_the_command_writes_a_page_and_a_trace(files, facts, capsys):
     assert [stage["headroom_bytes"] for stage in document["stages"]] == [
         facts.headroom.limit_bytes - stage.verified_bytes for stage in facts.stages
     ]
-    assert (files / "report.html").read_text(encoding="utf-8") == page(facts)
+    assert (files / "report.html").read_text(encoding="utf-8") == page(facts).html(facts.headroom)
     events = json.loads((files / "trace.json").read_text())["traceEvents"]
     kinds = [event["cat"] for event in events if event["ph"] == "X"]
     assert (kinds.count("forward"), kinds.count("backward"), kinds.count("update")) == (32, 32, 4)

@@ -57,11 +57,15 @@ def test_the_parts_of_a_stage_are_stacked_to_its_peak_under_the_limit(facts):
     figure = drawn(facts)["peaks"]
     bars = [trace for trace in figure.traces if trace["type"] == "bar"]
     for s, stage in enumerate(facts.stages):
-        assert sum(trace["y"][s] for trace in bars) * 1e9 == pytest.approx(stage.predicted_bytes)
+        assert sum(trace["y"][s] for trace in bars) * 1e9 == pytest.approx(
+            stage.predicted.peak_bytes
+        )
     by_name = {trace["name"]: trace for trace in figure.traces}
     predicted = by_name["predicted, with interval"]
     for s, stage in enumerate(facts.stages):
-        assert predicted["intervals"][s][1] * 1e9 == pytest.approx(stage.interval_bytes[1])
+        assert predicted["intervals"][s][1] * 1e9 == pytest.approx(
+            stage.predicted.interval_bytes[1]
+        )
         assert by_name["verified (compiled)"]["y"][s] * 1e9 == pytest.approx(stage.verified_bytes)
     assert figure.layout["limit"][1] * 1e9 == pytest.approx(
         Target.load("a100-40g").memory.usable_bytes
@@ -88,10 +92,10 @@ def test_every_rectangle_of_the_treemap_is_the_sum_of_those_in_it(facts, written
     inside: dict[str, int] = {}
     for area in trace["areas"]:
         inside[area.parent] = inside.get(area.parent, 0) + area.nbytes
-    assert inside.pop("") == sum(stage.predicted_bytes for stage in facts.stages)
+    assert inside.pop("") == sum(stage.predicted.peak_bytes for stage in facts.stages)
     assert all(values[name] == total for name, total in inside.items())
     assert [values[f"/stage {stage.stage_id}"] for stage in facts.stages] == [
-        stage.predicted_bytes for stage in facts.stages
+        stage.predicted.peak_bytes for stage in facts.stages
     ]
     if written:
         assert values["/stage 1/of no one layer/temporaries"] == 4 * GB

@@ -39,7 +39,7 @@ class References(HTMLParser):
 
 
 def test_the_page_fetches_nothing(facts):
-    html = page(facts)
+    html = page(facts).html(facts.headroom)
     references = References()
     references.feed(html)
     assert references.found == ["data:,"]
@@ -55,7 +55,7 @@ def test_names_of_a_plan_cannot_become_elements():
         replace(second, parts_bytes={"</script><b>": 12 * GB}),
     )
     named = report_facts(plan.with_(prediction=replace(plan.prediction, stages=notes)))
-    assert "</script><b>" not in page(named)
+    assert "</script><b>" not in page(named).html(None)
 
 
 def browser() -> str:
@@ -122,7 +122,7 @@ def test_every_figure_is_drawn_and_no_word_is_cut_off(case, width, request, tmp_
     facts = (
         report_facts(written_plan("cpu")) if case == "written" else request.getfixturevalue(case)
     )
-    html = page(facts)
+    html = page(facts).html(facts.headroom)
     assert len(html) < 1.5e6 and "<script" not in html
     found = measured(html, tmp_path, width)
     assert found["overflow"] == 0
@@ -134,6 +134,8 @@ def test_every_figure_is_drawn_and_no_word_is_cut_off(case, width, request, tmp_
 
 
 def test_a_word_that_is_cut_off_is_seen(facts, tmp_path):
-    html = page(facts).replace(">stage 0</text>", f">{'stage 0' * 30}</text>", 1)
+    html = (
+        page(facts).html(facts.headroom).replace(">stage 0</text>", f">{'stage 0' * 30}</text>", 1)
+    )
     found = measured(html, tmp_path, 1400)
     assert any(figure["outside"] for figure in found["figures"])
