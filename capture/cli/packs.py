@@ -230,7 +230,9 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     predicted = plan.predicted_bytes_per_device
     alone = None if plan.prediction is None else plan.prediction.step
     if plan.prediction is not None:
-        plan = replace(plan, prediction=replace(plan.prediction, compiled=step_bytes(ledger)))
+        known = plan.prediction.compiled
+        compiled = step_bytes(ledger, known and known.step_seconds)
+        plan = replace(plan, prediction=replace(plan.prediction, compiled=compiled))
     report = VerifyReport(
         "packs",
         plan.known_cluster.target,

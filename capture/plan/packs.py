@@ -315,22 +315,16 @@ class PacksPlan(PlanFile):
         share = self.minibatch_size
         if self.mode == "dp":
             share = min(shares(self.minibatch_size, self.machine.devices))
-        for name, size in (
-            ("forward", forward.microbatch_size),
-            ("backward", backward.microbatch_size),
-        ):
-            if not 1 <= size <= max(1, share):
-                yield Violation(
-                    f"{name} microbatch_size={size}; a device has {share} examples of the "
-                    f"minibatch of {self.minibatch_size}: give 1 to {max(1, share)}.",
-                    "packs-size",
-                )
-                return
-        if self.order and (wrong := self.tasks().wrong_order(self.order)):
+        sizes = {"forward": forward.microbatch_size, "backward": backward.microbatch_size}
+        wrong_sizes = [name for name, size in sizes.items() if not 1 <= size <= max(1, share)]
+        for name in wrong_sizes:
             yield Violation(
-                f"order: {wrong}; leave the order out, or plan again.",
-                "packs-order",
+                f"{name} microbatch_size={sizes[name]}; a device has {share} examples of the "
+                f"minibatch of {self.minibatch_size}: give 1 to {max(1, share)}.",
+                "packs-size",
             )
+        if self.order and not wrong_sizes and (why := self.tasks().wrong_order(self.order)):
+            yield Violation(f"order: {why}; leave the order out, or plan again.", "packs-order")
 
 
 def question_violations(mode: str, minibatch_size: int, num_devices: int) -> Iterator[Violation]:

@@ -46,6 +46,7 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     plan = load_plan("plan.json")
     assert code == 0 and isinstance(plan, PacksPlan) and plan.model_hash
     assert plan.compiled and max(plan.prediction.step.device_peak_bytes) <= 8000
+    assert plan.order and plan.step_estimate[0] == plan.prediction.compiled.step_seconds
     assert (
         document["needs"]["headroom"]["verdict"] == "fits" and "uncompiled" not in document["why"]
     )
@@ -65,8 +66,9 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     predicted = plan.prediction.step.device_peak_bytes
     assert all(p >= m for p, m in zip(predicted, measured, strict=True))
     kept = Path("store.sqlite").read_bytes()
-    code, compiled = answer(capsys, "verify", "plan.json", *HERE)
+    code, compiled = answer(capsys, "verify", "plan.json", *HERE, "-o", "verified.json")
     assert (code, compiled["status"]) == (0, "ok")
+    assert load_plan("verified.json").prediction.compiled == plan.prediction.compiled
     # The plan's own peaks are compiled; those of layers alone are said beside them.
     assert set(compiled["prediction_error_fraction_per_device"]) <= {0.0, None}
     assert compiled["layers_alone_peak_bytes"] == max(predicted) > max(measured)
@@ -83,12 +85,44 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     # All layers in one pack: the second device has nothing to do.
     one = replace(plan.configuration.backward, packs=((0, plan.num_layers),))
     forward = replace(plan.configuration.forward, packs=())
-    alone = replace(plan, configuration=replace(plan.configuration, forward=forward, backward=one))
+    packs = replace(plan.configuration, forward=forward, backward=one)
+    alone = replace(plan, configuration=packs, order=())
     roomy = replace(plan.machine, usable_bytes=replace(plan.machine.usable_bytes, value=10**6))
     replace(alone, machine=roomy).save("one.json")
     code, compiled = answer(capsys, "verify", "one.json", "--memory", "1MB", *HERE)
     assert code == 0 and compiled["peak_bytes_per_device"][1] == 0
     assert compiled["prediction_error_fraction_per_device"][1] is None
+
+
+def test_packs_compete_where_nothing_else_fits(folder, capsys):
+    asked = ["plan", "tiny.py:model?layers=4", "--target", "cpu_like.json", "--cluster", "1x2"]
+    asked += ["--global-batch", "4", *HERE]
+    # A stage needs 8,192 bytes for its state alone.
+    code, document = answer(capsys, *asked, "--memory", "8KB", "--host-memory", "1MB")
+    plan = load_plan("plan.json")
+    assert (code, document["kind"], document["status"]) == (0, "packs", "ok")
+    assert isinstance(plan, PacksPlan) and plan.compiled and plan.known_peak_bytes <= 8000
+    assert "none fits: Every plan needs at least 8,192 bytes" in plan.why.summary
+    assert document["cheapest_change"] is None and "system" not in plan.asked
+    # It is the fastest of all ways to stream, so not slower than any of them alone.
+    for more in ((), ("--without", "offload"), ("--mode", "dp", "--shard-swaps")):
+        limits = ("--memory", "8KB", "--host-memory", "1MB")
+        named = ["--system", "harmony", *more, *limits, "-o", "named.json"]
+        assert main([*asked, *named, "--quiet"]) == 0
+        other = load_plan("named.json").prediction.step.step_seconds
+        assert plan.prediction.step.step_seconds <= other * (1 + 1e-9)
+    capsys.readouterr()
+    code, ran = answer(capsys, "run", "plan.json", "--steps", "2", "--check")
+    assert code == 0 and ran["max_relative_loss_error"] < 1e-6
+    # Asked again, it is the same question.
+    code, again = answer(capsys, "plan", "plan.json", *HERE, "-o", "again.json")
+    assert code == 0 and load_plan("again.json") == plan and again["kind"] == "packs"
+
+    # The host's memory is not known; what is missing of it is said.
+    code, document = answer(capsys, *asked, "--memory", "8KB", "-o", "none.json")
+    assert code == 1 and "say --host-memory" in document["why"]["summary"]
+    code, document = answer(capsys, *asked, "--memory", "8KB", "--host-memory", "9KB")
+    assert code == 1 and "the host holds" in document["why"]["summary"]
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from capture.options import Option
 from capture.plan.why import Why
 from recommender.answer import Answer
 
+NOTHING = Why()
 SHARED = (
     Option("cluster", "devices", "1x1"),
     Option("target", "kind"),
@@ -32,7 +33,7 @@ READ = {
 
 @dataclass(frozen=True)
 class Report:
-    why: Why = Why()
+    why: Why = NOTHING
     plan: object = None
 
 
@@ -40,7 +41,7 @@ class Report:
 class FakePlan:
     name: str
     compiled: bool = True
-    why: Why = Why()
+    why: Why = NOTHING
 
     def to_json(self):
         return {"name": self.name, "why": self.why.summary}
@@ -68,7 +69,10 @@ def asked(rival, first, *typed):
             raise rival
         return rival
 
-    every = {"capture": Asks("", "stages", (), None), "harmony": Asks("", "packs", (), None, rival=searched)}
+    every = {
+        "capture": Asks("", "stages", (), None),
+        "harmony": Asks("", "packs", (), None, rival=searched),
+    }
     return compete(options, first, every, READ), calls
 
 

@@ -1,11 +1,13 @@
-"""When the passes of packs begin where copies take no time, by hand."""
+"""When the passes of packs begin where copies take no time, by hand; and orders that plans keep."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph
-from capture.step.pack_order import begins_without_copies
+from capture.step.pack_order import begins_in, begins_without_copies, passes_by
 
 #: Backward packs of layers 0 and 1, three examples at once; forward two, so that the first
 #: backward pass waits for the second forward pass.
@@ -69,3 +71,35 @@ def test_a_pass_begins_when_its_device_is_free_and_its_examples_are_made(mode, o
         passes = range(max(1, len(task.sizes)))
         found.setdefault(name, []).extend(begins.pop((task.id, i)) for i in passes)
     assert found == expected and not begins
+
+
+def order_of(graph: TaskGraph, seed: int) -> list[int]:
+    """Return an order of the passes of a step, with passes of random durations."""
+    draw = random.Random(seed)
+    begins = begins_without_copies(graph, lambda task, size: draw.random())
+    return [task.id for task, _ in passes_by(graph, begins)]
+
+
+@pytest.mark.parametrize("off", [(), ("grouping",), ("jit",), ("p2p", "grouping", "jit")])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_order_is_kept_and_a_wrong_one_is_named(off, seed):
+    graph = TaskGraph.of(CONFIGURATION, "pp", 2, 6, Switches.without(off))
+    order = order_of(graph, seed)
+    assert graph.wrong_order(order) == ""
+    assert [task.id for task, _ in passes_by(graph, begins_in(order))] == order
+    due = f"passes are not the {len(order)} of the plan's tasks"
+    for wrong in (order[1:], [*order, order[-1]], [*order[:-1], len(graph.tasks)]):
+        assert due in graph.wrong_order(wrong)
+    updates = [task.id for task in graph.tasks if task.kind == "update"]
+    rest = [task for task in order if task not in updates]
+    assert "before what it reads" in graph.wrong_order([*updates, *rest])
+    assert "before what it reads" in graph.wrong_order(order[::-1])
+    # The last pass of the first pack of all, behind everything.
+    first = graph.tasks[0]
+    late = [task for task in order if task != first.id]
+    assert "before what it reads" in graph.wrong_order([*late, *[first.id] * len(first.sizes)])
+
+
+def test_devices_of_data_parallelism_have_no_order_of_their_own():
+    graph = TaskGraph.of(CONFIGURATION, "dp", 2, 6)
+    assert "mode dp" in graph.wrong_order(order_of(graph, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +29,10 @@ def test_the_file_goes_in_and_out(tmp_path):
     written = plan(
         switches=Switches(p2p=False), swaps=swaps, prediction=PacksPrediction(paper), model="toy"
     )
+    assert "order" not in written.to_json()
+    tasks = written.tasks().tasks
+    order = tuple(task.id for task in tasks for _ in range(max(1, len(task.sizes))))
+    written = replace(written, order=order)
     written.save(tmp_path / "plan.json")
     read = load_plan(tmp_path / "plan.json")
     assert read == written and read.prediction == written.prediction
@@ -42,6 +47,7 @@ def test_the_file_goes_in_and_out(tmp_path):
     ("changes", "codes"),
     [
         ({"backward": ((0, 3), (4, 6))}, ["packs-layers"]),
+        ({"order": (0, 1, 2)}, ["packs-order"]),
         ({"backward": ((0, 3), (2, 4), (4, 6))}, ["packs-layers"]),
         ({"backward": ((3, 4), (0, 3), (4, 6))}, ["packs-layers"]),
         ({"backward": ((0, 3), (3, 3), (3, 4), (4, 6))}, ["packs-layers"]),
