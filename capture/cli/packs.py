@@ -231,7 +231,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> tuple[VerifyReport, 
     alone = None if plan.prediction is None else plan.prediction.step
     if plan.prediction is not None:
         known = plan.prediction.compiled
-        compiled = step_bytes(ledger, known and known.step_seconds)
+        compiled = step_bytes(ledger, None if known is None else known.step_seconds)
         plan = replace(plan, prediction=replace(plan.prediction, compiled=compiled))
     report = VerifyReport(
         "packs",

@@ -12,8 +12,15 @@ import pytest
 from processes import user_model
 
 from capture.cli.main import main
+from capture.machine.cluster import Cluster
+from capture.machine.server import Server
+from capture.model.workload import WorkloadSpec
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
+from capture.plan.task_graph import Configuration, Packs
+from capture.runtime.streamed import streamed
+from capture.step.pack_order import begins_without_copies, passes_by
+from capture.step.program import Run
 
 CPU_LIKE = Path(__file__).parents[1] / "recorded" / "files" / "cpu_like.json"
 ASKED = ("--system", "harmony", "--target", "cpu_like.json", "--global-batch", "4", "--stride", "4")
@@ -104,6 +111,8 @@ def test_packs_compete_where_nothing_else_fits(folder, capsys):
     assert isinstance(plan, PacksPlan) and plan.compiled and plan.known_peak_bytes <= 8000
     assert "none fits: Every plan needs at least 8,192 bytes" in plan.why.summary
     assert document["cheapest_change"] is None and "system" not in plan.asked
+    # Updates on the device take time, which layers alone do not say.
+    assert plan.step_estimate[0] > plan.prediction.step.step_seconds
     # It is the fastest of all ways to stream, so not slower than any of them alone.
     for more in ((), ("--without", "offload"), ("--mode", "dp", "--shard-swaps")):
         limits = ("--memory", "8KB", "--host-memory", "1MB")
@@ -123,6 +132,29 @@ def test_packs_compete_where_nothing_else_fits(folder, capsys):
     assert code == 1 and "say --host-memory" in document["why"]["summary"]
     code, document = answer(capsys, *asked, "--memory", "8KB", "--host-memory", "9KB")
     assert code == 1 and "the host holds" in document["why"]["summary"]
+
+
+def test_passes_are_issued_in_the_order_of_the_plan(folder):
+    packs = Packs(1, ((0, 1), (1, 2))), Packs(1, ((0, 1), (1, 2), (2, 4)))
+    server = Server.of(Cluster.parse("1x2", "cpu_like.json")).with_(host_memory_bytes=10**6)
+    plan = PacksPlan(server, 4, 4, "pp", Configuration(*packs))
+    workload = WorkloadSpec.parse("tiny.py:model?layers=4").load()
+    graph = plan.tasks()
+    found = []
+    for seconds in (1.0, 100.0):  # of passes on the second device
+        begins = begins_without_copies(graph, lambda task, _, s=seconds: s if task.rank else 1.0)
+        order = tuple(task.id for task, _ in passes_by(graph, begins))
+        step = streamed(workload, replace(plan, order=order)).program
+        calls = [step.programs[i.program].call for i in step.instructions if isinstance(i, Run)]
+        found.append([(call.kind, call.span) for call in calls if call.kind != "update"])
+        kinds = {"backward": ("backward", "accumulate"), "forward": ("forward",)}
+        for task, (kind, span) in zip(
+            (graph.tasks[n] for n in order if graph.tasks[n].kind != "update"),
+            found[-1],
+            strict=True,
+        ):
+            assert kind in kinds[task.kind] and span == (task.first, task.stop)
+    assert found[0] != found[1]
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,9 @@ import pytest
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.papers.harmony.estimate import estimate
-from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph
+from capture.plan.task_graph import Configuration, Packs, Swaps, Switches, TaskGraph
+from capture.predictor.pack_step import packs_step
+from capture.step.pack_times import packs_seconds
 from capture.step.trace_events import trace_events
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,22 @@ def test_events_of_the_released_scheduler(number):
     assert found.seconds == pytest.approx(recorded["est_time"], rel=1e-12)
     assert found.rank_ends == pytest.approx(tuple(recorded["per_rank_end"]), rel=1e-12)
     assert found.rank_bytes == tuple(recorded["per_rank_memory"])
+
+
+@pytest.mark.parametrize(("off", "sharded"), [((), False), ((), True), (("offload",), False)])
+def test_compiled_programs_count_where_one_device_runs_them(off, sharded):
+    configuration = Configuration(Packs(1, ((0, 2),)), Packs(1, ((0, 2), (2, 6))))
+    mode, swaps = ("dp" if sharded else "pp"), Swaps(sharded=sharded)
+    graph = TaskGraph.of(configuration, mode, 2, 4, Switches.without(off), swaps=swaps)
+    server = SERVER.with_(num_devices=2)
+    step = packs_step(graph, TOY, server)
+    alone = packs_seconds(step, graph, TOY, server).programs
+    known = packs_seconds(step, graph, TOY, server, dict.fromkeys(step.programs, 1e3)).programs
+    kinds = {step.programs[name].call.kind for name, seconds in known.items() if seconds == 1e3}
+    assert kinds == {"forward", "backward", "accumulate"} | ({"update"} if off else set())
+    assert {name: known[name] for name in known if known[name] != 1e3} == {
+        name: alone[name] for name in known if known[name] != 1e3
+    }
 
 
 def test_idle_is_the_tail_and_gaps_are_the_whole_step():
