@@ -104,7 +104,6 @@ class StateRows:
         arrays: These, as one program each.
         optimizers: Of one model of each.
         body: The step whose state it is.
-        sharding: Of what lies in a place.
     """
 
     partition: Sequence[Sequence[int]]

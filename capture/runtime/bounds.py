@@ -174,12 +174,9 @@ class Memory:
     """The bytes per device that a program takes beside its arguments; see the module.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         fresh: Bytes per device of the results that no donated argument holds.
         least_fresh: The same, at least.
         lent: What donated arguments may lend before results are written to them.
-        rules: Of the compiler.
         num_devices: That share what the program computes.
     """
 

@@ -142,9 +142,7 @@ def check_restorable(
     """Refuse a folder that a training cannot go on from, before its step is traced.
 
     Args:
-        directory: That ``save`` was given.
         workloads: Of each model, of which only the shapes are found.
-        hosts: The processes that share the training.
         of_array: Whether it trains an array, whose optimizer states are compared by ``restore``
             alone.
 

@@ -49,9 +49,6 @@ def described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 class Models:
     """The models that a step trains, as a checkpoint holds them.
 
-    Args:
-        step: Of one model, or of an array.
-
     Attributes:
         count: Models of an array; None of one alone, whose paths begin with no number.
         shared: Paths of parameters that all models have alike.
@@ -119,7 +116,6 @@ class Sources:
 
     Args:
         structs: By model that is to go on, of its parameters and of its optimizer's state.
-        metadata: Of the checkpoint.
         models: Its models that go on; None for all.
         shared: Paths of parameters that all models have alike.
 

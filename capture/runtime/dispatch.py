@@ -42,9 +42,7 @@ class BoundStep:
     """A step that can be executed.
 
     Args:
-        step: The instructions, of any kind of plan.
         executable: Gives what a ``Run`` calls; it is not asked for those of other processes.
-        layout: Shapes and shardings of the arrays of a slot.
         part: What this process executes of it, where several share the step; all if None.
         calls: Programs, by name, whose executables are not called on the arrays of their slots one
             after the other.
@@ -115,10 +113,8 @@ class BoundStep:
         Args:
             state: Per persistent slot its arrays; consumed. Of several processes, each has those
                 of its places.
-            microbatches: Per part of the batch, its leaves.
             stop: Before this instruction; None for all.
             bound_run_ahead: Whether the host waits so that devices hold no more than is booked.
-            observer: Called before every instruction with it and the arrays of all slots.
 
         Returns:
             The state after the step, by slot, and what it reports; they need not be ready yet.

@@ -49,15 +49,9 @@ class Fuser:
     """A maker of joint steps of as many models as one likes, all of one task.
 
     Args:
-        workload: The task of every model.
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
         shared: Patterns of paths of parameters that all models share, or a predicate on paths.
-        shared_batches, bundle_bytes, remat: As of the plan.
-
-    Attributes:
-        traced: The loss of one model.
-        optimizer: Of one model.
 
     Raises:
         PlanError, WorkloadError, TracingError: Those of ``shared_params``, ``LayerwiseOptimizer``
@@ -123,13 +117,10 @@ class FusedArray:
     """The joint step of several models that differ in values alone (``SubArray``).
 
     Args:
-        fuser: The loss and the optimizer of one model, and what models share.
-        num_models: How many.
         document: Its outline, in the place of tracing it: what plans need of it, and nothing that
             could run.
 
     Attributes:
-        program: All operations of an update of all models.
         layers: By segment, its operations.
         values: By bundle, the values of the program that it holds.
         renewed: By bundle of state, their new values; empty where nothing replaces them.

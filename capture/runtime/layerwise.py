@@ -39,16 +39,13 @@ class LayerwiseOptimizer:
     """The optimizer of a model of an array, cut by the layers that own the parameters.
 
     Args:
-        workload, traced: The task, and its loss.
         shared: Parameters that all models share.
 
     Attributes:
-        shared: As given.
         stages: Its parts, by layer.
         hyperparameters: Leaf of the optimizer's state, by the name of the hyperparameter that it
             is.
         scheduled: Names of those that every update computes from a schedule.
-        workload: As given.
 
     Raises:
         WorkloadError: ``array-shared-updated`` for an optimizer that would update a shared
@@ -95,7 +92,6 @@ def shared_params(traced: TracedModel, shared: Shared) -> frozenset[int]:
     """Return the parameters of the layer graph that all models of an array share.
 
     Args:
-        traced: The model.
         shared: Patterns of paths such as ``"base/*"``, where ``*`` is any text, ``/`` too; or a
             predicate on paths.
 

@@ -122,10 +122,8 @@ class StageLayout:
 
     Args:
         graph: The model's layers, as ``ModelSharding.graph`` of the choice.
-        choice: How the devices share the work.
         devices: Replicas first; none for programs that are traced and never compiled.
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"``.
-        update: The stage's slice of the optimizer.
     """
 
     def __init__(

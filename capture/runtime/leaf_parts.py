@@ -41,9 +41,7 @@ def traced_optimizer(
     """Return the update of a traced model, over parameters as stages hold them.
 
     Args:
-        optimizer: An optax transformation.
-        traced: The model.
-        unread: Parameters of its layer graph that the loss does not read.
+        unread: Parameters of the model's layer graph that the loss does not read.
 
     Raises:
         WorkloadError: ``optimizer-stacked`` if it would train the layers of a stacked leaf in
@@ -68,7 +66,6 @@ def check_rows(optimizer: object, whole: object, parts: object, counts: Mapping[
     """Refuse an optimizer that would train the rows of a leaf in another way than the leaf.
 
     Args:
-        optimizer: An optax transformation.
         whole: Shapes of the parameters.
         parts: The same tree, where leaves are held in parts with these in their place.
         counts: Parts of each such leaf.

@@ -38,7 +38,6 @@ class Loop:
     """The loop over the steps of a training.
 
     Attributes:
-        meters, records, warnings, saves: What follows it.
         last: Number of the last step.
     """
 
@@ -119,10 +118,6 @@ class _Ahead:
 class Meters:
     """The measurements of a training: of each list of instructions the first execution under the
     meter of live arrays; of those after it the last under malloc's, or traced.
-
-    Args:
-        executions: What is executed, in order.
-        training: With what is asked for.
 
     Attributes:
         measured: Of all that were measured; None if none was yet.
@@ -206,8 +201,6 @@ class Saves:
     """The checkpoints of a training.
 
     Args:
-        step: What is trained.
-        training: With where and when its state is saved.
         done: Steps with which it begins.
     """
 

@@ -11,14 +11,7 @@ from capture.tracing.batch_split import check_split, split_warning
 
 
 class LossWarnings:
-    """The warnings of a training, each of which is told as soon as it is known.
-
-    Attributes:
-        said: All of them.
-
-    Args:
-        report: Takes lines of progress.
-    """
+    """The warnings of a training, each of which is told as soon as it is known."""
 
     def __init__(self, report: Callable[[str], None]):
         self.said: list[str] = []

@@ -46,7 +46,6 @@ class Measurement:
         waiting_peak_bytes: Of each of the devices of ``peak_bytes_per_device``, the most that was
             offered to other processes and not acknowledged; 0 unless strict.
         loss: What the step returned; a list of several models, None of an update that only begins.
-        state: After the step.
         host_peak_bytes: Of the slots of a step that keeps some on the host; else 0.
     """
 
@@ -97,9 +96,7 @@ def measure_step(
     order.
 
     Args:
-        step: Compiled.
         state: Consumed; go on with ``Measurement.state``.
-        batch, key: As for the step.
         strict: Compare the booked ledger with the live arrays before every instruction and after
             the last.
 
@@ -146,12 +143,10 @@ class LiveArrayMeter:
     **Assumes** that nothing else in the process makes or drops arrays during the step.
 
     Args:
-        step: The step that it will observe.
         devices: By device id of the step.
         transient_bytes: Gives what the executable that an instruction runs needs while it runs.
         strict: Book the instructions in a ledger too, and compare the two before every instruction,
             and with the live arrays what waits to be pulled.
-        transport: To other processes.
     """
 
     def __init__(

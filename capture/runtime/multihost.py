@@ -140,7 +140,6 @@ class Hosts:
         store: Keys and values that all see: the client of ``jax.distributed``.
         gate: Of this host; None if all are on this machine.
         transport: A name of ``TRANSPORTS``.
-        patience_seconds, on_silence: As for ``initialize``.
 
     Attributes:
         are_joined: Whether they have collectives.
@@ -268,11 +267,6 @@ class Hosts:
     def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> StepPart:
         """Return the part of a step that this process executes.
 
-        Args:
-            step: As in one process.
-            layout: Of its slots.
-            devices: By device id.
-
         Raises:
             ExecutionError: ``run-hosts-differ`` if the others have another list.
         """
@@ -281,11 +275,7 @@ class Hosts:
         return StepPart(shared, self, devices)
 
     def costs(self, own: Mapping[int, StageCost]) -> dict[int, StageCost]:
-        """Return the costs of all stages: each process compiles its own, all at once.
-
-        Args:
-            own: By stage.
-        """
+        """Return the costs of all stages: each process compiles its own, all at once."""
         mine = {str(s): cost.to_json() for s, cost in own.items()}
         return {
             int(s): documents.read(cost, StageCost)

@@ -33,7 +33,6 @@ class StageUpdate:
     traced.
 
     Attributes:
-        whole: The optimizer of all stages.
         params: Parameters it updates, indices into the layer graph.
         state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a
             step count) are in every stage.
@@ -93,7 +92,6 @@ class StageUpdate:
         """Return new parameters and new state of the stage.
 
         Args:
-            params, state, grads: Those that this stage owns.
             summaries: Those of all other stages, in stage order; none where nobody needs any.
         """
         traced, others = self.whole.traced, self.others if summaries else []
@@ -115,7 +113,6 @@ class TracedOptimizer:
     """The traced ``init`` and ``update`` of a transformation over the whole model.
 
     Args:
-        optimizer: An optax transformation.
         params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the
             layer graph.
         unread: Parameters that the loss does not read: their gradient is the constant 0, so that no
@@ -231,7 +228,6 @@ class SlicedOptimizer:
     """Slices of a traced optimizer for given stages.
 
     Args:
-        traced: The update of the whole model.
         stages: Per stage, the indices of the parameters it updates; together they are all
             parameters.
 

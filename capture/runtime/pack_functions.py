@@ -26,8 +26,6 @@ class PackFunctions(Segment):
     """Layers at a micro-batch size, as functions of slots.
 
     Args:
-        traced: The loss at that size.
-        span: The layers.
         where: By parameter, which of the first arguments has it, or its cast, and where.
         pieces: Examples of each piece of what passes between packs.
         leaves: Of the batch, those of each slot of it.

@@ -25,7 +25,6 @@ class PackUpdate:
     what other packs summarized.
 
     Attributes:
-        stage: The slice.
         weights: Arrays of each slot of weights.
         params: Per slot of gradients, the parameter whose it is; None for those of all that the
             pack owns.

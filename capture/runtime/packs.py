@@ -144,12 +144,8 @@ class PackPrograms:
 
     Args:
         traced: The loss, by micro-batch size.
-        step: Which it is of.
-        sizes: What it was given.
-        update: Of the whole model.
         minibatch_size: The loss of a micro-batch counts as many of these as it has examples.
         devices: By device id of the step.
-        compiler: Compiles.
         host: A processor for whose memory everything on the hosts is compiled, where devices are
             not there: those of CUDA then know no memory of a host, so that XLA would count what an
             update makes beside what it writes over. None: each device's own.

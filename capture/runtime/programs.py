@@ -57,9 +57,7 @@ class StagePrograms(StageLayout):
 
     Args:
         traced: The model, at the plan's micro-batch size.
-        config: The stage.
         devices: ``data_parallel * tensor_parallel`` devices, replicas first.
-        sharding: How the model's tensors are split.
         update: The stage's slice of the optimizer, for the parameters that it owns.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.

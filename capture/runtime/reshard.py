@@ -48,10 +48,8 @@ def plan_reshard(
     dimension by dimension.
 
     Args:
-        shape: Global shape.
         dtype: Data type of the elements; typed random keys move as their key data.
         src: Sharding of the arrays that will be given; an equivalent one serves as well.
-        dst: Sharding of the results.
 
     Returns:
         A function of one array.

@@ -31,11 +31,6 @@ class SavedPass:
 
     Args:
         run: The pass: of arguments; to outputs, and the function that goes backwards.
-        args: Structures of the arguments.
-
-    Attributes:
-        traced: The pass.
-        flow: The same, opened.
     """
 
     def __init__(self, run: Callable[..., tuple[Sequence[object], object]], args: Sequence[object]):
@@ -79,8 +74,6 @@ class Residuals:
         num_params, num_inputs: Of its inputs; the others are of the batch.
         num_outputs: Of its outputs.
         returns_outputs: Whether outputs may be kept as they are.
-        remat: The stage's.
-        split: How values lie on the devices.
 
     Attributes:
         inputs, batch, outputs: Positions among those of the stage of what is kept as it is.
@@ -137,8 +130,6 @@ class SplitAxis:
     """An axis of a mesh that splits values of a program.
 
     Args:
-        name, degree: The axis, and its devices.
-        flow, spread: The program, and how splits spread in it.
         inputs: The dimension along which the axis splits each input.
         asked: How results are to lie, where that is asked for.
     """
@@ -195,7 +186,6 @@ class ValueSplit:
     follows the shardings of its inputs. The compiler decides.
 
     Args:
-        flow: The program.
         inputs: By name and degree of a mesh axis, the dimension along which it splits each input.
         asked: How each output is to lie, where that is asked for.
         spread: That of the program, where it is asked about several splits.

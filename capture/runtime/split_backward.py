@@ -38,7 +38,6 @@ class BackwardSplit:
     """The cut of a backward pass in two: which values are computed, held and handed over.
 
     Args:
-        flow: The backward pass.
         groups: Its inputs, as ``StagePrograms.backward_args`` are grouped. The second program has
             parameters and accumulators in any case.
         num_input_gradients: Its first outputs; the others are the gradients of weights.

@@ -84,13 +84,8 @@ class Records:
     """The records of a training, and where they go.
 
     Args:
-        report: Takes lines of progress.
         every: A line is reported for each of so many steps.
         path: A file of JSON lines, which grows; None for none.
-        on_step: Takes each record.
-
-    Attributes:
-        told: All that were told.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ class StepTrace:
     """An observer of one step, which notes when its instructions began and ended.
 
     Args:
-        step: That it will observe.
         crossings: Per copy that leaves a process, by its number in the step, (sender, receiver).
         clock: In seconds, the same for all hosts.
     """
@@ -158,11 +157,7 @@ def _await(arrays: Iterable[jax.Array]) -> None:
 
 
 class _Lanes:
-    """The events of this process's devices, by host and device.
-
-    Args:
-        devices: By device id of the step.
-    """
+    """The events of this process's devices, by host and device."""
 
     def __init__(self, devices: Sequence[jax.Device]):
         self._own = {

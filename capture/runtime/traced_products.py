@@ -38,7 +38,6 @@ class Product:
 
     Attributes:
         at: Its position.
-        equation: What it is.
         sizes: Batches, rows, columns and terms on one device, as expected.
         summed: The axes over which its results are parts of a sum.
     """
@@ -57,8 +56,6 @@ class LargeProducts:
     """The large products of a program on a mesh.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         reads_memory: Whether operands and results are in memory; else what else than products
             computes them may be computed inside, so that only arguments are read for certain.
     """

@@ -55,7 +55,6 @@ class Sent:
     """A collective of a program.
 
     Attributes:
-        kind: As of ``Collective``.
         nbytes: Of the whole array.
         level: How many of the kind are there before it, on its way.
     """
@@ -126,10 +125,6 @@ class Exchanges:
     """The collectives of a program over one axis of a mesh.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
-        products: Its products.
-        axis: The axis.
         stride: Distance of its neighbours in the order of the devices.
         over_replicas: Whether it splits examples.
         gathers_alone: As of ``Bounder``.

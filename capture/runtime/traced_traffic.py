@@ -79,11 +79,9 @@ class _Step(NamedTuple):
     """An operation on the way to what is written.
 
     Attributes:
-        is_product: Whether it is a large product.
         is_known: Whether its results are made of all of its operands.
         is_sum, ends, is_shared: Whether it is a sum, ends a kernel, or is needed for several.
         is_part: Whether it reads no more than it makes.
-        is_written: Whether a result of it is.
     """
 
     reads: Sequence[Any]
@@ -107,10 +105,7 @@ def _steps(
     stands in memory.
 
     Args:
-        program: Traced.
         products: Positions of the large products.
-        made: What these make.
-        written: What else is written.
     """
     wanted = set(written)
     for equation in reversed(program.equations):
@@ -140,13 +135,11 @@ class _Ends:
     """The values of a program that stand in memory, and what its products end with.
 
     Args:
-        program: Traced.
         products: Positions of the large products.
         summed: Those of them whose results are parts of a sum over devices: nothing follows in
             them.
 
     Attributes:
-        made: What the products make.
         of: Per value that is the end of products, these.
         slow: Those that no library is known to end with.
         operands: What products read that does not end one: what holds it, its own name, and whether
@@ -213,7 +206,6 @@ class _Ends:
         follows from in another way, such as a sum over rows.
 
         Args:
-            equation: The operation.
             before: The products that a value follows from in any way.
         """
         name, none = equation.primitive.name, frozenset[Any]()
@@ -266,8 +258,6 @@ class Traffic:
     """The bytes that a program reads and writes on a mesh beside its large products.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         products: Positions of the large products.
         summed: Those of them whose results are parts of a sum over devices: nothing follows in
             them.

@@ -97,12 +97,7 @@ def follow(
     data: Iterable[object] | None = None,
 ) -> dict[str, Any]:
     """Run some steps under the meters (``Meters``), and return the document of ``capture run
-    --json``.
-
-    Args:
-        step: Compiled, of the plan.
-        plan, training, report, hosts, on_step, data: As of ``train``.
-    """
+    --json``."""
     restored = None
     if training.restore is not None:
         restored = checkpoint.restore(step, training.restore, report=report)

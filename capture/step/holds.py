@@ -39,7 +39,6 @@ class Values:
     Attributes:
         ids: In the order of the arrays; of gradients, of which there are none of some.
         rows: Which examples of a lane; None for a whole micro-batch.
-        gradients: Whether it is these.
     """
 
     ids: tuple[int, ...]

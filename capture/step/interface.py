@@ -158,11 +158,7 @@ def stage_interface(
 
     Args:
         graph: At the micro-batch size of the plan.
-        first, stop: Layers [first, stop).
-        devices: Device ids of the stage.
-        choice: How they share its work.
         param_bytes: Per parameter of the graph, bytes per device as the stage splits them.
-        cost: Measured or predicted.
     """
     used, outputs = stage_values(graph, first, stop)
     received, sent = graph.crossing(first), graph.crossing(stop)
@@ -222,10 +218,8 @@ def plan_interfaces(
     """Return the interfaces of all stages of a plan.
 
     Args:
-        plan: A plan of the graph's model.
         graph: At the plan's micro-batch size.
         param_bytes: Per way to split parameters, per parameter.
-        costs: One per stage.
     """
     found = [
         stage_interface(

@@ -72,8 +72,6 @@ class Order:
     """The segments of a step, in the order of issue.
 
     Attributes:
-        arrays: Sub-arrays, decided.
-        nodes: Segments.
         carries: Whether the feature maps of sub-array 0 are there before the step, and what all
             sub-arrays read of the batch.
     """
@@ -92,8 +90,6 @@ class Issue:
     """The issue of a step: decides when bundles come, go and are waited for, and counts bytes.
 
     Args:
-        order: Its segments.
-        programs: Whose bytes it counts.
         limit: Bytes up to which nothing is waited for.
         least: By segment, the bytes that it needs in any case, where something may come early.
 
@@ -309,7 +305,6 @@ class Clock(Listener):
     same instructions, to the last bit (``tests/property/test_array_step.py``).
 
     Args:
-        arrays: Sub-arrays, decided.
         to_device, to_host: Seconds of a copy of so many bytes.
         duplex: Whether both directions may be busy at once.
     """

@@ -158,9 +158,6 @@ def build_array(
     """Return the steps of sub-arrays in an order.
 
     Args:
-        arrays: Sub-arrays, decided.
-        turns: Of their passes.
-        programs: Compiles what is not yet.
         memory_limit_bytes: Of the device, above which a step waits for what goes out. A step that
             needs more all the same is built; its replay says so.
     """
@@ -188,11 +185,7 @@ def _written(order: Order, programs: Programs, limit_bytes: int | None) -> Step:
 
 
 class _ArrayWriter(Listener):
-    """A listener that writes what is issued as instructions.
-
-    Args:
-        order: Of the step.
-    """
+    """A listener that writes what is issued as instructions."""
 
     def __init__(self, order: Order):
         self._arrays = order.arrays

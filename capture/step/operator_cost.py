@@ -127,7 +127,6 @@ class StepCost:
       between nodes: then the gradients of a shard are also reduced over the nodes.
 
     Attributes:
-        model, machine: What is trained, and on what.
         granularities: Slices per operator to choose from.
         remat: Whether activations are rematerialised: one more gather of what is sharded, and the
             forward pass twice.

@@ -98,8 +98,6 @@ class PackSizes(Protocol):
         """Return the temporaries and results of a pass, less what they are written over.
 
         Args:
-            which: The pass.
-            pack: Its layers.
             size: Examples of the micro-batch; 0 of what has none.
             output_bytes: Results that are written over nothing, without the sum of the gradients.
         """
@@ -114,7 +112,6 @@ class ProfileSizes:
     that name no shared parameters belong to their layers.
 
     Attributes:
-        profile: Of the layers.
         num_shares: Into which weights are cut, one for each device.
     """
 

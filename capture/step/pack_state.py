@@ -22,8 +22,6 @@ class PackCall(NamedTuple):
     """The computation of one program of a step of packs.
 
     Attributes:
-        kind: What it does.
-        span: Its layers.
         size: Examples of the micro-batch; 0 of what has none.
         device: On which it runs; 0 of all.
         pieces: Examples of each piece in which its rows come: it puts them together.

@@ -87,7 +87,6 @@ def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
     """Return the seconds of every program of a pipeline's step, by its name.
 
     Args:
-        step: As ``build_step`` makes it.
         times: One per stage.
 
     Raises:
@@ -107,14 +106,7 @@ def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
 def plan_timeline(
     step: Step, cluster: Cluster, times: Sequence[StageTimes], rates: Rates
 ) -> StepTimeline:
-    """Simulate one step of a pipeline on the links of its target.
-
-    Args:
-        step: As ``build_step`` makes it.
-        cluster: The plan's devices.
-        times: Per stage.
-        rates: The target's: compute, memory and links.
-    """
+    """Simulate one step of a pipeline on the links of its target."""
     links = LinkTimes(cluster, rates)
     return simulate_step(
         step, Seconds(stage_seconds(step, times), links.seconds, rates.host.duplex)
@@ -130,10 +122,8 @@ class Pipeline:
 
     Args:
         stages: In pipeline order.
-        schedule: As many stages.
 
     Attributes:
-        programs: Of all stages, by name.
         kept: Values that are there before the step and after it.
     """
 

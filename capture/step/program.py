@@ -100,7 +100,6 @@ class Slot:
 
     Attributes:
         name: Unique in a step.
-        place: Where they are.
         category: Category of its bytes in the ledger.
         nbytes: Bytes per device.
         what: What the arrays are, in the words of the builder.
@@ -349,7 +348,6 @@ def replay(step: Step, *, record_timeline: bool = False, by_slot: bool = False) 
     """Book a step in a ledger without allocating anything, and return the ledger.
 
     Args:
-        step: The instructions, of any kind of plan.
         record_timeline: As for ``Ledger``.
         by_slot: Name the parts of a peak by slots instead of their categories.
 

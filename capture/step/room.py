@@ -14,12 +14,8 @@ class Room:
     """The bytes that are live and still free on each device, as turns are issued.
 
     Args:
-        step: Its slots and programs.
         turns: In program order.
         limit: Of every device.
-
-    Attributes:
-        made: Slots that have been made.
     """
 
     def __init__(self, step: Step, turns: Sequence[Blocks], limit: float):

@@ -42,7 +42,6 @@ def waits(step: Step, budget_bytes: Mapping[Memory, int]) -> list[tuple[int, ...
     is free once they are. A program that makes nothing is not waited for.
 
     Args:
-        step: The instructions, of any kind of plan.
         budget_bytes: Per memory; at least its replayed peak, or every instruction waits for all
             before it. A memory that is not named has room for everything.
     """
@@ -59,7 +58,6 @@ def with_scratch(step: Step, scratch_bytes: Callable[[str], int]) -> Step:
     that its replay and its waits have room for that, too.
 
     Args:
-        step: The instructions, of any kind of plan.
         scratch_bytes: Gives, for the name of a program, what it may allocate per device; 0 where a
             program of another process is not known.
     """

@@ -103,7 +103,6 @@ class Simulation:
     """The beginnings and ends of all items of work, and what devices hold over time.
 
     Attributes:
-        work: The items, as given.
         starts, ends: Per item, seconds from the beginning.
         memory: What every device holds that a buffer is on.
     """

@@ -165,7 +165,6 @@ class Issued:
         soon: Swapped bundles that may be fetched before it runs, with the segments that use them,
             in their order.
         slices: Programs that make bundles again, which run before it.
-        call: Its program.
         gone: Bundles that end with it, and that no program takes over.
         outs: Bundles that are swapped out after it.
     """
@@ -182,11 +181,7 @@ class Uses:
     decisions, found once.
 
     Attributes:
-        sub_array: The segments.
-        issued: Per segment.
         last_forward: By bundle, the last segment of the forward pass that makes or reads it.
-        nbytes: By bundle.
-        state, shared: Bundles.
         dying: Per segment, the bundles that are used last at it, ascending.
     """
 
@@ -243,7 +238,6 @@ class Lifetimes:
     Attributes:
         where: They are used if nothing is.
         swapped: Bundle -> how many segments before its first use backward it is fetched.
-        recomputed: Bundles.
         behind: Swapped bundle -> after how many segments of all sub-arrays its copy to the host is
             waited for, where something could come early in its place.
     """

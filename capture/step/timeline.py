@@ -67,10 +67,6 @@ class LinkTimes:
     **Assumes** that every device has its link to itself, and sends or receives its part at the same
     time as the others of its place. Where devices share an adapter this is too fast for parts that
     all differ: of replicas one would have to leave the node, and how many there are is not known.
-
-    Attributes:
-        cluster: Says which devices share a node.
-        rates: The target's: links between devices and with hosts.
     """
 
     cluster: Cluster
@@ -108,7 +104,6 @@ class StepTimeline:
         simulation: What happened when. Devices that serve the same places hold the same bytes at
             every instant, so the first of them stands for all in ``simulation.memory``.
         program_order: The ledger of the replay, for comparison.
-        step: Simulated.
         processes: Where ``capture.step.trace_events`` shows a stream or a memory: under the place,
             a link under the sender.
         program_seconds: Per name in the table of the step, of one execution.
@@ -165,8 +160,6 @@ def simulate_step(step: Step, seconds: Seconds, *, feeds_ahead: int | None = 1) 
     """Simulate one step.
 
     Args:
-        step: The instructions, of any kind of plan.
-        seconds: Times of its programs, feeds and copies.
         feeds_ahead: How many programs of its place a feed may run ahead: 0 starts it when the
             program before its own has ended, 1 during that program, and so on; None as soon as the
             link is free, as far ahead as the step goes.

@@ -91,7 +91,6 @@ class TimeModel:
     """The model of programs' times on a target, from its rates and links.
 
     Attributes:
-        rates: The target's: compute, memory and links.
         layout: Where the devices stand that collectives join.
         counts: What of a program whose order is not known: all seconds, or those of one resource,
             which are a lower bound and add up over layers.
@@ -282,11 +281,7 @@ def pipeline_seconds(
 
 class TableTimes:
     """The times of steps by the table of a schedule: every group executes its tasks in their order,
-    each as soon as what it needs has arrived, and then the updates of its stages.
-
-    Args:
-        schedule: Of any kind.
-    """
+    each as soon as what it needs has arrived, and then the updates of its stages."""
 
     def __init__(self, schedule: Schedule):
         self._schedule = schedule
@@ -315,7 +310,6 @@ class TableTimes:
         """Return the seconds of a step with these times of stages and sends.
 
         Args:
-            times: Per stage.
             sends: Per stage but the last, seconds of what it sends to the next, or gets back from
                 it: one after the other in each direction.
         """

@@ -28,7 +28,6 @@ def trace_events(
     only.
 
     Args:
-        simulation: Any.
         processes: The heading under which a stream or a memory is shown; by default ``"streams"``
             and ``"memory"``.
     """
@@ -82,12 +81,7 @@ def trace_events(
 def save_trace(
     simulation: Simulation, path: str | Path, processes: Mapping[Memory, str] | None = None
 ) -> None:
-    """Write the events to a file.
-
-    Args:
-        simulation, processes: As for ``trace_events``.
-        path: Ends in ``.json`` by custom.
-    """
+    """Write the events to a file."""
     save_events(trace_events(simulation, processes), path)
 
 

@@ -85,7 +85,6 @@ def check_split(
     ``jax.custom_vjp`` makes some.
 
     Args:
-        workload: The task.
         microbatch_size: Examples of a micro-batch; a model may refuse others.
         numeric_limit_parameters: Parameters below which the loss is run; 0 never runs it.
 
@@ -160,7 +159,6 @@ def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None
     splits.
 
     Args:
-        check: Check of the loss.
         parts: Name of the parts whose number a plan chooses.
     """
     if check.splits or not check.reason:

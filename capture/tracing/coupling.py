@@ -43,7 +43,6 @@ def coupled_examples(one: TracedModel, other: TracedModel, stop: int) -> str | N
 
     Args:
         one, other: The same loss at two sizes.
-        stop: Layer.
     """
     if any(tensor.dtype.startswith("key<") for tensor in one.graph.batch):
         return "the loss takes a random key"

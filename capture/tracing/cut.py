@@ -40,7 +40,6 @@ def flatten_loss(closed, num_params: int, num_layers: int | None) -> Flattening:
 
     Args:
         closed: Jaxpr of the loss; parameter leaves come first.
-        num_params: Number of them.
         num_layers: As for ``cut_loss``; more than there are operations: all scans over stacked
             parameters are unrolled.
     """
@@ -314,7 +313,6 @@ def cheapest_path(
 
     Args:
         progress: Ascending.
-        costs: Cost of a cut at each index.
         num_steps: L.
         least, most: Bounds on the progress of a step.
         found: Ascending; grows in every step.

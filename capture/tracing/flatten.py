@@ -60,7 +60,6 @@ class Flattening:
     """The flat program of a loss, and what was learned of its scans.
 
     Attributes:
-        program: The operations.
         scan_flops: FLOPs of each scan over stacked parameters that was left closed.
         stacked: Dimension of each parameter leaf over which an unrolled scan ran.
         unrolled: The scans that were chosen to be unrolled; None: those with marks.
@@ -84,7 +83,6 @@ def flatten(
     Args:
         closed: Closed jaxpr; its inputs are the parameter leaves, then the batch leaves, and the
             first of its outputs is the loss.
-        num_params: Number of parameter leaves.
         unroll: Scans to unroll; None to honour layer marks: scans with a mark in the body are
             unrolled, and marks are recorded.
         stacked: Dimension along which to divide a parameter leaf into one per layer, by leaf.

@@ -38,7 +38,6 @@ def multiplied(jaxpr, known: dict[object, bool]) -> dict[Any, bool]:
     or in another layout.
 
     Args:
-        jaxpr: The forward pass.
         known: Values that others read, each with whether only such products do.
     """
     found = dict(known)
@@ -154,7 +153,6 @@ def kept(
     that tells where one of them is positive is computed again although it would be less.
 
     Args:
-        jaxpr: The forward pass.
         saved: Variables that ``jax.vjp`` saves.
         free: Variables that cost nothing.
         boundary: Values between layers.
@@ -203,7 +201,6 @@ def going_backwards(jaxpr, product, there: set, nbytes: Callable[[object], int])
     is in memory, kept or not.
 
     Args:
-        jaxpr: The forward pass.
         product: Equation of the product of the forward pass; None without one.
         there: Variables that are kept, and those that cost nothing.
         nbytes: Gives the bytes of a variable.

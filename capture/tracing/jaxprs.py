@@ -92,8 +92,6 @@ def evaluate(
     """Evaluate the body of a jaxpr and return its results.
 
     Args:
-        body: A jaxpr, open or closed.
-        args: The inputs of the body.
         run: Given an equation, its operands and the values by variable, adds its results to them.
     """
     jaxpr = opened(body)

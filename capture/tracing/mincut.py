@@ -43,7 +43,6 @@ def least_kept(
     required ones.
 
     Args:
-        flow: The forward pass.
         required: Variables that the backward pass reads.
         from_data: Variables that depend on more than parameters; the others are made again.
         nbytes: What keeping a variable costs.

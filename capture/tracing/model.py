@@ -207,7 +207,6 @@ class _Loss:
         key: The shape of a random key.
         params, batch: The shapes of the parameters and of a micro-batch.
         batch_dims: Per leaf of the batch, the dimension that grows with it.
-        closed: The program.
     """
 
     workload: WorkloadProtocol

@@ -124,7 +124,6 @@ def traced_operators(
 
     Args:
         workload: The task; nothing is allocated.
-        name: Name for people.
         microbatch_size: Examples to trace; sizes are divided by it.
         products: What the target's compiler makes of them.
 

@@ -57,8 +57,6 @@ class Op:
     """One equation of the flat program; an input is the id of a value or a literal.
 
     Attributes:
-        primitive: The JAX primitive.
-        params: Parameters of the primitive.
         inputs: Value ids and literals.
         outputs: Value ids.
         context: JAX's context of the equation (``compute_on`` and the like).

@@ -183,8 +183,6 @@ def run_steps(
     environment.
 
     Args:
-        steps: Operations and regions in order.
-        env: Values by number.
         consts: Constants that regions read without their being arguments.
         run: How an operation is run; it may change the carried values of the environment.
         carried: Values that go into every region and come out of it.
@@ -231,7 +229,6 @@ class StageSlice:
     """The layers [first, stop) of a model as one pure function, differentiable with ``jax.vjp``.
 
     Attributes:
-        first, stop: The layers.
         params: Indices into ``graph.params``: what the parameter list holds; equals
             ``graph.stage_params(first, stop)``.
         batch: Indices into ``graph.batch``; equals ``graph.stage_batch(first, stop)``.

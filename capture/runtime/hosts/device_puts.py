@@ -26,7 +26,6 @@ def prepare(address: str, patience_seconds: float) -> None:
     0 for an address.
 
     Args:
-        address: Of this host.
         patience_seconds: For what the others say of themselves.
     """
     for name, value in (
@@ -38,12 +37,7 @@ def prepare(address: str, patience_seconds: float) -> None:
 
 
 class DevicePuts:
-    """A ``Transport`` by ``jax.device_put``: every process makes all copies.
-
-    Args:
-        process: Number of this process.
-        silence: Watches over what is on its way.
-    """
+    """A ``Transport`` by ``jax.device_put``: every process makes all copies."""
 
     takes_all = True
 

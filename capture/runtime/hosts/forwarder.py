@@ -83,8 +83,6 @@ class Forwarder:
         host.
 
         Args:
-            gate: The address of the other host's gate.
-            port: What is asked for there.
             num_digits: Of the port that is made; the parent's first connection to it is the only
                 one. 0 for a port of any length that takes connections until the end.
             renamed: Addresses in the first message that comes back, and of equal length what the
@@ -201,7 +199,6 @@ def is_of_process(process: int, theirs: Address, ours: Address) -> bool:
     where the system does not tell.
 
     Args:
-        process: An id.
         theirs, ours: Address and port of the far and the near end.
     """
     try:

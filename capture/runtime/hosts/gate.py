@@ -37,7 +37,6 @@ class Gate:
     Args:
         secret: Known to all hosts of the run and to nobody else.
         address: ``address:port`` at which it listens; port 0 is a free one.
-        host: The number of this host.
 
     Raises:
         ExecutionError: ``run-hosts-start`` if it cannot listen there, ``run-hosts-secret`` for a
@@ -136,7 +135,6 @@ def check_secret(coordinator: str, secret: str | None) -> None:
 
     Args:
         coordinator: ``address:port`` of host 0.
-        secret: Of the run, if there is one.
 
     Raises:
         ExecutionError: ``run-hosts-secret``.

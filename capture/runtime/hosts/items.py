@@ -95,7 +95,6 @@ def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Co
 
     Args:
         path: Where; every save has another.
-        item: By part and path in it.
         writers: The processes; the first of them makes the folder, and renames it at the end.
     """
     first = min(writers)
@@ -116,12 +115,7 @@ def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Co
 
 
 def read_item(path: Path, wanted: Mapping[str, Collection[str]]) -> dict[str, dict[str, Any]]:
-    """Return some arrays of an item, whole, on this host.
-
-    Args:
-        path: Of the item.
-        wanted: By part, paths in it.
-    """
+    """Return arrays of an item, by part and path, whole, on this host."""
     own = jax.process_index()
     alone = _together(own, {own}, f"{path.parent.name}.{path.name}.read")
     asked = {part: dict.fromkeys(paths, 0) for part, paths in wanted.items() if paths}

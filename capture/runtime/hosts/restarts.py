@@ -63,11 +63,8 @@ def train_over_hosts(
     all processes together. None of them is left.
 
     Args:
-        starter: Where processes are started.
         plan: Of stages that are within nodes, or on whole ones.
         training: Fields of ``capture.runtime.training.Training``.
-        restarts: What follows when an attempt breaks.
-        report: Takes the lines of progress.
         silent_seconds: After which a process counts as frozen.
 
     Raises:
@@ -91,7 +88,6 @@ class _Run:
     """A training and its attempts.
 
     Attributes:
-        plan, training: Of the next attempt.
         first: The first step that was ever finished; None before.
         steps: Loss and seconds of every step that was finished, as often as it was.
         breaks: What ended attempts, as the document has it.

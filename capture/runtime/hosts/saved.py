@@ -57,7 +57,6 @@ def candidates(directory: Path, num_steps: int | None = None) -> list[int]:
     """Return the steps of complete checkpoints that may be read, the last first.
 
     Args:
-        directory: Of the checkpoints of a training.
         num_steps: The one that is wanted; None for any.
 
     Raises:
@@ -96,7 +95,6 @@ def check_folders(
         num_steps: Its updates.
         often: Whether it saves before its end, too.
         until: The step after which it ends, instead of after ``num_steps`` more.
-        num_models: Of its plan.
 
     Raises:
         ExecutionError: ``checkpoint-missing``, ``checkpoint-exists``, ``checkpoint-models``.
@@ -135,7 +133,6 @@ def check_models(
 
     Args:
         count: Of the checkpoint's array; None for a single model.
-        wanted: Of the training.
         models: Those that are asked for; None for all.
 
     Raises:

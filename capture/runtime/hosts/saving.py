@@ -56,7 +56,6 @@ class Saver:
     """A writer of a training's checkpoints, one at a time. All its processes make the same calls.
 
     Args:
-        step: The step whose states are saved.
         directory: Of the training's checkpoints; made if it does not exist.
         keep: Complete ones to leave there, at least 1.
 

@@ -64,11 +64,7 @@ class Starter(Protocol):
 
 
 class HostError(ExecutionError):
-    """The error that broke an attempt first.
-
-    Attributes:
-        host: In which.
-    """
+    """The error that broke an attempt first."""
 
     def __init__(self, violations: Iterable[Violation], host: int = 0):
         super().__init__(violations)
@@ -90,7 +86,6 @@ def watch(
 
     Args:
         processes: Of an attempt; the caller ends them.
-        count: How many there are.
         note: Takes what host 0 says of its progress.
         silent_seconds: After which a process counts as frozen.
 
@@ -135,7 +130,6 @@ def is_settled(failures: Mapping[int, Failed], since: float, alive: Mapping[int,
     which follows from nothing; or each has failed, or was alive a moment after the first was heard.
 
     Args:
-        failures: By host.
         since: When the first was heard.
         alive: By host, when it gave its last sign of life.
     """

@@ -40,7 +40,6 @@ class LeafPlacement:
     """The way in which one leaf of the user's tree is stored.
 
     Attributes:
-        name: For people.
         parts: One for each step of the scan that a leaf is stacked over.
         slice_dim: Dimension that parts and slices are along; of a step's part of the leaf.
         stacked: Dimension of the steps; None of an ordinary leaf.
@@ -121,7 +120,6 @@ def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[Le
     Args:
         plan: With the names of its operators' parameters.
         mesh: All of its axes are data-parallel; groups are the devices along the last of them.
-        traced: The model that the plan is for.
 
     Raises:
         PlanError: ``osdp-mesh`` if groups do not follow the mesh's axes, ``osdp-scan`` if operators
