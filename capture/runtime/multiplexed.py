@@ -85,31 +85,24 @@ def train_array(
     if any(decision.choice == "swap" for own in plan.decisions for decision in own):
         check_hosts([device])
     given = {**workloads, "": workload}
-    fusers = {
-        task: _fuser(plan, task, named_workload(task.workload, given, plan.named_by, trust=trust))
-        for task in dict.fromkeys(plan.trained)
-    }
-    if plan.shared or plan.shared_batches:
-        PlanError.check(unlike_shared({task: one.of(1) for task, one in fusers.items()}))
-    programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
-    return ArrayTraining(fusers, programs, plan, device)
-
-
-def _fuser(plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol) -> Fuser:
-    return as_planned(
-        plan,
-        task,
-        workload,
-        lambda: Fuser(
-            workload,
+    fusers = dict[ArrayTask, Fuser]()
+    for task in dict.fromkeys(plan.trained):
+        own = named_workload(task.workload, given, plan.named_by, trust=trust)
+        made = partial(
+            Fuser,
+            own,
             task.batch_size,
             task.num_layers,
             shared=plan.shared,
             shared_batches=plan.shared_batches,
             bundle_bytes=plan.bundle_bytes,
             remat=plan.remat,
-        ),
-    )
+        )
+        fusers[task] = as_planned(plan, task, own, made)
+    if plan.shared or plan.shared_batches:
+        PlanError.check(unlike_shared({task: one.of(1) for task, one in fusers.items()}))
+    programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
+    return ArrayTraining(fusers, programs, plan, device)
 
 
 class ArrayTraining:

@@ -69,13 +69,8 @@ class LargeProducts:
         found = {}
         for at, (rows, columns, terms) in self._program.once(_read_whole).items():
             equation = self._program.equations[at]
-            whole = math.prod(equation.outvars[0].aval.shape)
-            sizes = {
-                "batches": whole // (rows * columns),
-                "rows": rows,
-                "columns": columns,
-                "terms": terms,
-            }
+            batches = math.prod(equation.outvars[0].aval.shape) // (rows * columns)
+            sizes = {"batches": batches, "rows": rows, "columns": columns, "terms": terms}
             summed = []
             for axis in self._split.axes:
                 part = part_of(equation, axis)

@@ -157,7 +157,7 @@ class Exchanges:
             for nbytes, _, others, level in self._gathers
             if _FEWEST_BYTES <= nbytes <= others
         ]
-        return self._collectives([*sums, *gathers])
+        return [each for each, _ in self._together([*sums, *gathers])]
 
     def expected(self) -> list[Collective]:
         """Return the collectives that are expected, in order."""
@@ -180,9 +180,6 @@ class Exchanges:
             )
             for each, count in self._together([*sums, *gathers])
         ]
-
-    def _collectives(self, sent: list[Sent]) -> list[Collective]:
-        return [each for each, _ in self._together(sent)]
 
     def _together(self, sent: list[Sent]) -> Iterator[tuple[Collective, int]]:
         """Yield each collective of what is put together, and how many it is expected to be: of a

@@ -221,19 +221,9 @@ def plan_interfaces(
         graph: At the plan's micro-batch size.
         param_bytes: Per way to split parameters, per parameter.
     """
-    found = [
-        stage_interface(
-            graph,
-            stage.first,
-            stage.stop,
-            stage.devices,
-            stage.choice,
-            param_bytes[stage.choice.param_split],
-            cost,
-        )
-        for stage, cost in zip(plan.stages, costs, strict=True)
-    ]
-    return [
-        replace(one, offload=stage.offload, host=plan.host_of(stage))
-        for one, stage in zip(found, plan.stages, strict=True)
-    ]
+    found = []
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        where, choice = (stage.first, stage.stop, stage.devices), stage.choice
+        one = stage_interface(graph, *where, choice, param_bytes[choice.param_split], cost)
+        found.append(replace(one, offload=stage.offload, host=plan.host_of(stage)))
+    return found

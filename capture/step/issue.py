@@ -113,10 +113,9 @@ class Issue:
         self._least = list(least) or [0] * len(order.nodes)
         self._bytes = [life.where.nbytes for life in self._arrays]
         self._place = {node: at for at, node in enumerate(self._nodes)}
-        #: Where bundles are; one that is going out is in both, and in ``_leaving``, with the place
-        #: in the order from which on it is.
-        self._here: list[set[int]] = []
-        self._there: list[set[int]] = [set() for _ in self._arrays]
+        #: The bundles on the device; those that are going out, with the place in the order from
+        #: which on they are.
+        self._here = [set(life.where.state) for life in self._arrays]
         self._leaving: dict[tuple[int, int], int] = {}
         #: What may come early: where it is used, the sub-array and the bundle.
         self._pending: list[tuple[int, int, int]] = []
@@ -124,12 +123,11 @@ class Issue:
         self.behind: dict[tuple[int, int], int] = {}
         self._coming: list[set[int]] = [set() for _ in self._arrays]
         self._live = self._host_live = 0
-        for life in self._arrays:
-            self._here.append(set(life.where.state))
         for number in self._arrays[0].between if order.carries else ():
-            swapped = number in self._arrays[0].swapped
-            (self._there if swapped else self._here)[0].add(number)
-            self._host_live += self._bytes[0][number] if swapped else 0
+            if number in self._arrays[0].swapped:
+                self._host_live += self._bytes[0][number]
+            else:
+                self._here[0].add(number)
         for a, (own, here) in enumerate(zip(self._bytes, self._here, strict=True)):
             counted = here - self._arrays[a].where.shared if a else here
             self._live += sum(map(own.__getitem__, counted))
@@ -187,7 +185,6 @@ class Issue:
             self._live -= sum(map(self._bytes[a].__getitem__, issued.gone))
             self._listener.free(a, issued.gone)
         for number in issued.outs:
-            self._there[a].add(number)
             self._leaving[a, number] = self._at
             self._host_live += self._bytes[a][number]
             self.host_peak_bytes = max(self.host_peak_bytes, self._host_live)
@@ -228,11 +225,11 @@ class Issue:
                     self._fetch(a, number)
             if leaving and (a, number) in leaving:
                 del leaving[a, number]
-                self._dropped_by_host(a, number)
+                self._host_live -= self._bytes[a][number]
                 self._listener.stays(a, number)
             if number in coming:
                 coming.remove(number)
-                self._dropped_by_host(a, number)
+                self._host_live -= self._bytes[a][number]
                 self._listener.arrived(a, number)
 
     def _ahead(self, a: int, issued: Issued) -> None:
@@ -294,10 +291,6 @@ class Issue:
         self._here[a].remove(number)
         self._live -= self._bytes[a][number]
         self._listener.left(a, number)
-
-    def _dropped_by_host(self, a: int, number: int) -> None:
-        self._there[a].remove(number)
-        self._host_live -= self._bytes[a][number]
 
 
 class Clock(Listener):

@@ -242,7 +242,18 @@ class _Flattener:
         outputs = [self.new_value(var.aval) for var in equation.outvars]
         regions = tuple(replace(region, segment=len(self.marks)) for region in place.regions)
         self.ops.append(
-            Op.of(equation, tuple(inputs), tuple(outputs), place.scope, place.traceback, regions)
+            Op(
+                equation.primitive,
+                equation.params,
+                tuple(inputs),
+                tuple(outputs),
+                equation.ctx,
+                bool(equation.effects),
+                place.scope,
+                place.traceback,
+                regions,
+                equation_flops(equation),
+            )
         )
         if (
             equation.primitive.name in _PER_PART

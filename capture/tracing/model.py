@@ -170,7 +170,7 @@ def trace(
         TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``,
             ``trace-no-marks``, ``trace-mark-position`` or ``trace-num-layers``.
     """
-    loss = _Loss.of(workload, microbatch_size)
+    loss = TracedLoss.of(workload, microbatch_size)
     flat, cuts, auto_layers = cut_loss(
         loss.closed, loss.num_params, num_layers, unmarked_layers, num_devices, at_products
     )
@@ -200,7 +200,7 @@ def trace(
 
 
 @dataclass(frozen=True)
-class _Loss:
+class TracedLoss:
     """The loss of a workload as a program for one micro-batch, and the shapes that it takes.
 
     Attributes:
@@ -218,8 +218,10 @@ class _Loss:
     closed: Any
 
     @classmethod
-    def of(cls, workload: WorkloadProtocol, microbatch_size: int) -> _Loss:
-        """Trace the loss.
+    def of(
+        cls, workload: WorkloadProtocol, microbatch_size: int, params: PyTree = None
+    ) -> TracedLoss:
+        """Trace the loss; ``params`` are the shapes of its parameters, where they are known.
 
         Raises:
             TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``.
@@ -230,10 +232,17 @@ class _Loss:
                 "trace-microbatch",
             )
         key = jax.eval_shape(lambda: jax.random.key(0))
-        params = jax.eval_shape(workload.init, key)
+        params = jax.eval_shape(workload.init, key) if params is None else params
         batch, batch_dims = _batch(workload, microbatch_size, key)
         closed = _loss_jaxpr(workload, params, batch, key)
         return cls(workload, microbatch_size, key, params, batch, batch_dims, closed)
+
+    @cached_property
+    def doubled(self) -> Any:
+        """The program for twice as many examples, which a model may refuse in any way."""
+        workload, size = self.workload, 2 * self.microbatch_size
+        batch = jax.eval_shape(lambda k: workload.batch(k, size), self.key)
+        return _loss_jaxpr(workload, self.params, batch, self.key)
 
     @property
     def num_params(self) -> int:
@@ -242,7 +251,7 @@ class _Loss:
 
 
 def _tensors(
-    loss: _Loss, flat: Flattening, values: Sequence[int], dims: Sequence[int | None]
+    loss: TracedLoss, flat: Flattening, values: Sequence[int], dims: Sequence[int | None]
 ) -> dict[str, tuple[Tensor, ...]]:
     """Return the parameters, values and batch leaves of the layer graph; ``dims`` are the
     dimensions along which values grow with the micro-batch."""
@@ -307,7 +316,7 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
 
 
 def _growth(
-    loss: _Loss, flat: Flattening, values: Sequence[int], others: Iterable[Growth]
+    loss: TracedLoss, flat: Flattening, values: Sequence[int], others: Iterable[Growth]
 ) -> Growth:
     """Return the growth of values, from that of other traces or from a trace at twice the
     micro-batch size."""
@@ -324,16 +333,13 @@ def _growth(
     return Growth(loss.microbatch_size, operations, values, sizes, dims)
 
 
-def _grown_avals(loss: _Loss, flat: Flattening) -> Sequence[Any] | None:
+def _grown_avals(loss: TracedLoss, flat: Flattening) -> Sequence[Any] | None:
     """Return the shapes of the program's values at twice the micro-batch size; None if the program
     is another one there."""
     try:
-        workload, size = loss.workload, 2 * loss.microbatch_size
-        batch = jax.eval_shape(lambda k: workload.batch(k, size), loss.key)
-        closed = _loss_jaxpr(workload, loss.params, batch, loss.key)
-        other = flatten(closed, loss.num_params, flat.unrolled, flat.stacked).program
+        other = flatten(loss.doubled, loss.num_params, flat.unrolled, flat.stacked).program
     except Exception:
-        # A model may fix its batch size in any way; then no dimension is known to grow.
+        # Then no dimension is known to grow.
         return None
     return other.avals if operations_of(flat.program) == operations_of(other) else None
 

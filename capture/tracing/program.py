@@ -17,8 +17,6 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from capture.tracing.flops import equation_flops
-
 #: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
 NEVER_RECOMPUTED = frozenset(
     {
@@ -77,29 +75,6 @@ class Op:
     traceback: Any
     regions: tuple[RematRegion, ...]
     flops: int
-
-    @classmethod
-    def of(
-        cls,
-        equation,
-        inputs: tuple,
-        outputs: tuple[int, ...],
-        scope: str,
-        traceback: Any,
-        regions: tuple[RematRegion, ...],
-    ) -> Op:
-        return cls(
-            equation.primitive,
-            equation.params,
-            inputs,
-            outputs,
-            equation.ctx,
-            bool(equation.effects),
-            scope,
-            traceback,
-            regions,
-            equation_flops(equation),
-        )
 
     @property
     def reads(self) -> Iterator[int]:

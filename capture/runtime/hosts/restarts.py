@@ -18,19 +18,11 @@ from capture.plan.files import PlanFile
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.process import Said
 from capture.runtime.hosts.saved import complete_steps
-from capture.runtime.hosts.watching import SILENT_SECONDS, HostError, Starter, watch
+from capture.runtime.hosts.watching import FOLLOWING, SILENT_SECONDS, HostError, Starter, watch
 from capture.runtime.step_record import StepRecord
 
 #: What may not be there the next time. A broken rule is broken again.
-_PASSING = {
-    "checkpoint-write",
-    "exception",
-    "run-host-lost",
-    "run-host-memory",
-    "run-hosts-cut",
-    "run-hosts-silent",
-    "run-hosts-start",
-}
+_PASSING = FOLLOWING | {"run-host-lost", "run-host-memory"}
 
 
 @dataclass(frozen=True)

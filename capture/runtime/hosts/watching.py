@@ -25,7 +25,7 @@ SILENT_SECONDS = 10.0
 GRACE_SECONDS = 0.5
 _TURN_SECONDS = 0.1
 #: What a host may say because another one was lost, or cannot be reached.
-_FOLLOWING = {
+FOLLOWING = {
     "checkpoint-write",
     "exception",
     "run-hosts-cut",
@@ -164,7 +164,7 @@ def first_cause(failures: Mapping[int, Failed]) -> int:
             return 0, False
         if said.crashed:
             return 2, host != 0
-        return (3 if codes & _FOLLOWING else 1), False
+        return (3 if codes & FOLLOWING else 1), False
 
     return min(failures, key=rank)
 
