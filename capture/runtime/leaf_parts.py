@@ -10,7 +10,6 @@ refused. Branches of a ``lax.cond`` are looked into (``optax.MultiSteps``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -20,19 +19,15 @@ from jax.extend.core import JaxprEqn
 from capture.errors import WorkloadError
 from capture.model.graph import content_hash
 from capture.runtime.optimizer import TracedOptimizer, owner_of_result
-from capture.tracing.jaxprs import is_variable, variables
+from capture.tracing.jaxprs import is_variable, primitives, variables
 from capture.tracing.model import TracedModel
 
 #: Operations whose results follow element by element from operands of one shape, or scalars.
-_ELEMENTWISE = frozenset(
-    re.findall(
-        r"\w+",
-        "abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp "
-        "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
-        "nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square "
-        "stop_gradient sub tanh xor",
-    )
-)
+_ELEMENTWISE = primitives("""
+    abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2
+    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square
+    stop_gradient sub tanh xor""")
 
 
 def traced_optimizer(

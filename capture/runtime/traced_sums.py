@@ -27,16 +27,12 @@ from capture.runtime.residuals import SplitAxis, ValueSplit
 from capture.runtime.traced_products import LargeProducts, part_of
 from capture.runtime.traced_program import TracedProgram
 from capture.runtime.views import item_bytes
-from capture.tracing.jaxprs import variables
+from capture.tracing.jaxprs import primitives, variables
 from capture.tracing.recompute import RENAMED
 
 #: What parts of a sum may go through before they are summed over devices.
-_LINEAR = (RENAMED - {"broadcast_in_dim", "broadcast_to"}) | {
-    "neg",
-    "reduce_sum",
-    "slice",
-    "transpose",
-}
+_LINEAR = RENAMED - primitives("broadcast_in_dim broadcast_to")
+_LINEAR |= primitives("neg reduce_sum slice transpose")
 _ADDED = frozenset({"add", "add_any", "sub"})
 #: What may make parts of a sum.
 _MAY_BEGIN = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "gather"})

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.tracing.cut import PRODUCTS
-from capture.tracing.jaxprs import variables
+from capture.tracing.jaxprs import primitives, variables
 from capture.tracing.leaf_uses import LAYOUT
 
 
@@ -77,34 +77,12 @@ def computed_in(equation) -> tuple[str, str]:
 
 
 #: Ops that a compiler fuses into what reads their result, beside element-wise ones.
-_FUSED = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "expand_dims",
-        "iota",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+_FUSED = primitives("""
+    broadcast_in_dim convert_element_type expand_dims iota reshape squeeze stop_gradient
+    transpose""")
 #: Ops that are none although they keep the shape.
-_WHOLE = frozenset(
-    {
-        "cumlogsumexp",
-        "cummax",
-        "cummin",
-        "cumprod",
-        "cumsum",
-        "random_bits",
-        "rev",
-        "sort",
-        "while",
-        "scan",
-        "cond",
-    }
-)
+_WHOLE = primitives("""
+    cumlogsumexp cummax cummin cumprod cumsum random_bits rev sort while scan cond""")
 
 
 #: Ops that are too long to be computed again where a later one reads their result; the second only

@@ -21,6 +21,7 @@ from capture.tracing.jaxprs import (
     is_body,
     is_variable,
     opened,
+    primitives,
     sub_jaxprs,
 )
 from capture.tracing.keys import words
@@ -30,20 +31,9 @@ from capture.tracing.split_rule import PRIMITIVE
 
 #: Parameters of equations that say nothing about the result, or that hold the functions of a custom
 #: rule (hashed by what they trace to).
-_IGNORED = frozenset(
-    {
-        "name",
-        "name_and_src_info",
-        "debug_info",
-        "ctx_mesh",
-        "fwd_jaxpr_thunk",
-        "jvp_jaxpr_fun",
-        "bwd",
-        "out_trees",
-        "inline",
-        "keep_unused",
-    }
-)
+_IGNORED = primitives("""
+    name name_and_src_info debug_info ctx_mesh fwd_jaxpr_thunk jvp_jaxpr_fun bwd out_trees
+    inline keep_unused""")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _NO_PROGRAM = LossProgram((), (), {}, (), (), 0, (), ())
 
@@ -133,10 +123,7 @@ class ProgramHasher:
             k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")
         }
         # Which has no derivative: its rules do not matter.
-        in_rule, self._in_rule = (
-            self._in_rule,
-            self._in_rule or name == PRIMITIVE,
-        )
+        in_rule, self._in_rule = self._in_rule, self._in_rule or name == PRIMITIVE
         text = f"{name}{self.text(shown)}"
         self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text

@@ -25,6 +25,11 @@ CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"
 BODIES = CALLS | REMATS | CUSTOM_RULES
 
 
+def primitives(text: str) -> frozenset[str]:
+    """Return the names of primitives that a text lists."""
+    return frozenset(text.split())
+
+
 def is_body(value: object) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
 

@@ -17,20 +17,12 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from capture.tracing.jaxprs import primitives
+
 #: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
-NEVER_RECOMPUTED = frozenset(
-    {
-        "dot_general",
-        "ragged_dot",
-        "conv_general_dilated",
-        "sort",
-        "scan",
-        "while",
-        "cond",
-        "custom_vjp_call",
-    }
-    | {"shard_map", "pallas_call", "custom_partitioning", "pure_callback", "io_callback"}
-)
+NEVER_RECOMPUTED = primitives("""
+    dot_general ragged_dot conv_general_dilated sort scan while cond custom_vjp_call shard_map
+    pallas_call custom_partitioning pure_callback io_callback""")
 
 
 @dataclass(frozen=True)
