@@ -30,7 +30,6 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Member, Shared
 from capture.plan.choices import Remat
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
-from capture.runtime.segment import Segment
 from capture.step.sub_array import Bundle, StepSegment
 from capture.tracing import trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
@@ -39,6 +38,7 @@ from capture.tracing.jaxprs import in_groups
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.outline import outline, outlined
 from capture.tracing.program import LossProgram
+from capture.tracing.segment import Segment
 from capture.tracing.slices import struct_of
 
 #: The categories of parameters that all models have alike, and of what all read of a batch.

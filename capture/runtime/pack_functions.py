@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from capture.model.graph import Tensor
 from capture.plan.task_graph import Span
-from capture.runtime.segment import Arrays, Segment
 from capture.tracing import TracedModel
+from capture.tracing.segment import Arrays, Segment
 from capture.tracing.slices import struct_of
 
 

@@ -35,7 +35,6 @@ from capture.runtime.layout import StageLayout, kept_bytes, shard_bytes, split_d
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffers_of, layer_of
 from capture.runtime.residuals import Residuals, SavedPass, ValueSplit
-from capture.runtime.segment import Segment
 from capture.step.attribution import StageBuffers
 from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
 from capture.step.interface import owned_and_borrowed
@@ -43,6 +42,7 @@ from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.keys import is_key
+from capture.tracing.segment import Segment
 from capture.tracing.source import layer_of_scope
 from capture.tracing.split_rule import may_hold_split_rule
 

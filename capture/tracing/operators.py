@@ -22,6 +22,7 @@ from capture.tracing.cut import PRODUCTS
 from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.model import TracedModel, trace
 from capture.tracing.program import RematRegion
+from capture.tracing.segment import Segment
 from capture.tracing.slices import StageSlice, struct_of
 
 
@@ -368,17 +369,13 @@ def _forward_and_saved(graph: LayerGraph, layer: StageSlice):
             (graph.batch, layer.batch),
         )
     )
-    moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
 
     def forward_and_saved(params, inputs, batch):
-        def run(params, differentiable):
-            given = list(inputs)
-            for i, value in zip(moving, differentiable, strict=True):
-                given[i] = value
-            return layer(params, given, batch)
-
-        outputs, vjp = jax.vjp(run, params, [inputs[i] for i in moving])
-        return outputs, jax.tree.leaves(vjp)
+        values = dict(zip(layer.inputs, inputs, strict=True))
+        made, vjp = Segment(graph, layer).forward(
+            lambda own, given: layer(own, [given[v] for v in layer.inputs], batch), params, values
+        )
+        return [made[v] for v in layer.outputs], jax.tree.leaves(vjp)
 
     return jax.make_jaxpr(forward_and_saved)(params, inputs, batch).jaxpr
 
