@@ -139,10 +139,9 @@ class BoundStep:
         left: Mapping[str, int] = step.persistent | step.made
         if stop is not None:
             left = {slot.name: number for number, slot in enumerate(step.slots)}
-        found = {name: frame.slots[slot] for name, slot in left.items()}
-        return {
-            name: arrays for name, arrays in found.items() if arrays is not None
-        }, frame.reported
+        found = ((name, frame.slots[slot]) for name, slot in left.items())
+        alive = {name: arrays for name, arrays in found if arrays is not None}
+        return alive, frame.reported
 
     @cached_property
     def _held(self) -> dict[int, int]:

@@ -348,25 +348,26 @@ class Hosts:
                 devices, or a stage spans hosts and they were told of another plan.
             PlanError: ``run-hosts-span``, see ``check_nodes``.
         """
-        nodes, found = plan.known_cluster.nodes, []
+        nodes = plan.known_cluster.nodes
         if len(nodes) != self.count:
             raise ExecutionError.of(
                 f"the plan's cluster {plan.cluster} has {len(nodes)} nodes and the run "
                 f"{self.count} processes; start one process per node.",
                 "run-hosts",
             )
-        violations = []
-        for process, size in enumerate(nodes):
-            own = [device for device in jax.devices() if device.process_index == process]
-            found += own[:size]
-            if len(own) < size:
-                violations.append(
-                    Violation(
-                        f"node {process} of the plan has {size} devices and host {process} "
-                        f"{len(own)}; plan for what the hosts have.",
-                        "run-hosts",
-                    )
-                )
+        of_host = [
+            [device for device in jax.devices() if device.process_index == process]
+            for process in range(self.count)
+        ]
+        violations = [
+            Violation(
+                f"node {process} of the plan has {size} devices and host {process} {len(own)}; "
+                "plan for what the hosts have.",
+                "run-hosts",
+            )
+            for process, (size, own) in enumerate(zip(nodes, of_host, strict=True))
+            if len(own) < size
+        ]
         if not self.are_joined and _spans_hosts(plan):
             violations.append(
                 Violation(
@@ -377,7 +378,7 @@ class Hosts:
             )
         ExecutionError.check(violations)
         check_nodes(plan)
-        return found
+        return [each for size, own in zip(nodes, of_host, strict=True) for each in own[:size]]
 
     def reserve(self, count: int) -> int:
         """Return the first of so many numbers, the same in every process."""

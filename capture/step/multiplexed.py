@@ -96,11 +96,15 @@ def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
     """
     names = {bundle.name: number for number, bundle in enumerate(sub_array.bundles)}
     allowed = {"swap": set(movable(sub_array)), "recompute": set(recomputable(sub_array))}
+    of_choice = {
+        choice: [sub_array.bundles[number].name for number in sorted(numbers)]
+        for choice, numbers in allowed.items()
+    }
     PlanError.check(
         Violation(
             f"the plan decides {decision.choice!r} for the bundle {decision.bundle!r}, which this "
             "model has not, or whose reader is another than the backward pass; plan this model "
-            f"again. It has {', '.join(_names(sub_array, allowed[decision.choice])) or 'none'}.",
+            f"again. It has {', '.join(of_choice[decision.choice]) or 'none'}.",
             "array-bundle",
         )
         for decision in decisions
@@ -112,10 +116,6 @@ def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
         frozenset(names[d.bundle] for d in decisions if d.choice == "recompute"),
         {names[d.bundle]: d.behind for d in decisions if d.behind is not None},
     )
-
-
-def _names(sub_array: SubArray, numbers: set[int]) -> list[str]:
-    return [sub_array.bundles[number].name for number in sorted(numbers)]
 
 
 def orders(arrays: Sequence[Lifetimes], turns: Turns) -> tuple[Order, Order | None, Order | None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -193,17 +194,11 @@ class Pipeline:
 
     def _offloaded(self, one: StagePass) -> Iterator[Send]:
         """Yield the offload of what a forward pass keeps, which goes when all has been sent."""
-        s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
+        s, m = one.stage_id, one.microbatch
         if one.kind != "forward" or (s, m) not in self._resting:
             return
-        kept = (
-            *self._read("input", s, m, stage.kept_inputs),
-            *self._read("batch", s, m, stage.kept_batch),
-            *self._read("output", s, m, stage.kept_outputs),
-            *self._read("residuals", s, m, [0]),
-            *self._read("held residuals", s, m, [0] * self.schedule.splits_backward),
-        )
-        for value in kept:
+        held = self._read("held residuals", s, m, [0] * self.schedule.splits_backward)
+        for value in (*chain(*self._kept(s, m)), *held):
             self._away.add(value)
             label = f"offload {value.what} {m} of stage {s}"
             yield Send(value, self.hosts[s], label, rests=True)
@@ -233,15 +228,13 @@ class Pipeline:
         s, m = one.stage_id, one.microbatch
         if one.kind in ("backward", "backward_weights"):
             yield from self.accumulators(s)
-        match one.kind:
-            case "forward":
-                yield self._forward(s, m)
-            case "backward":
-                yield self._backward(s, m)
-            case "backward_inputs":
-                yield self._backward_inputs(s, m)
-            case "backward_weights":
-                yield self._backward_weights(s, m)
+        task = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "backward_inputs": self._backward_inputs,
+            "backward_weights": self._backward_weights,
+        }[one.kind]
+        yield task(s, m)
 
     def sends(self, one: StagePass) -> Iterator[Send]:
         """Yield the sends of what a pass has made for others, or has passed through its stage."""
@@ -344,15 +337,20 @@ class Pipeline:
         makes = (*self._read("output", s, m, stage.outputs), *self._residuals(s, m))
         return self._task("forward", s, reads, makes, (), f"forward {m} on stage {s}")
 
-    def _backward(self, s: int, m: int) -> Task:
+    def _kept(self, s: int, m: int) -> tuple[Values, ...]:
+        """Return what the backward pass reads of a forward pass: inputs, batch, outputs and
+        residuals."""
         stage = self.stages[s]
-        kept = (
+        return (
             self._read("input", s, m, stage.kept_inputs),
             self._read("batch", s, m, stage.kept_batch),
             self._read("output", s, m, stage.kept_outputs),
             self._read("residuals", s, m, [0]),
         )
-        cotangents, sums = self._read("cotangent", s, m, stage.cotangents), self._gradients[s]
+
+    def _backward(self, s: int, m: int) -> Task:
+        kept, sums = self._kept(s, m), self._gradients[s]
+        cotangents = self._read("cotangent", s, m, self.stages[s].cotangents)
         reads = (self._params[s], *kept, cotangents, sums)
         makes = (*self._input_gradients(s, m), *sums)
         takes = (*kept[0], *kept[2], *kept[3], *cotangents, *sums)

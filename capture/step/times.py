@@ -75,15 +75,7 @@ class StageTimes:
 
     def of(self, program: str) -> float:
         """Return the seconds of the program that a ``Run`` names."""
-        return {
-            "forward": self.forward_seconds,
-            "backward": self.backward_seconds,
-            "update": self.update_seconds,
-            "summarize": self.summarize_seconds,
-            "backward_inputs": self.backward_inputs_seconds,
-            "backward_weights": self.backward_weights_seconds,
-            "zero_gradients": 0.0,
-        }[program]
+        return 0.0 if program == "zero_gradients" else getattr(self, f"{program}_seconds")
 
 
 @dataclass(frozen=True)

@@ -52,21 +52,9 @@ def trace_events(
         named.append(order_event("thread_sort_index", pid, tids[stream], tids[stream]))
     for i, (item, start) in enumerate(zip(simulation.work, simulation.starts, strict=True)):
         for stream in item.streams:
-            event = {
-                "ph": "X",
-                "name": item.label,
-                "cat": item.kind or "work",
-                "pid": pid_of(stream, "streams"),
-                "tid": tids[stream],
-            }
-            timed.append(
-                event
-                | {
-                    "ts": _microseconds(start),
-                    "dur": _microseconds(item.seconds),
-                    "args": {"item": i},
-                }
-            )
+            where, times = (pid_of(stream, "streams"), tids[stream]), (start, item.seconds)
+            event = complete_event(item.label, item.kind or "work", where, times)
+            timed.append(event | {"args": {"item": i}})
     for device, use in simulation.memory.items():
         name = f"memory of {name_of(device)}"
         event = {"ph": "C", "name": name, "pid": pid_of(device, "memory")}
@@ -99,6 +87,16 @@ def save_events(events: Sequence[Mapping[str, object]], path: str | Path) -> Non
 
 def _microseconds(seconds: float) -> float:
     return float(seconds) * MICROSECONDS
+
+
+def complete_event(
+    name: str, category: str, where: tuple[int, int], times: tuple[float, float]
+) -> dict[str, Any]:
+    """Return the event (phase X) of something on a thread of a process: when it began, and how long
+    it took, in seconds."""
+    begin, seconds = map(_microseconds, times)
+    of = {"ph": "X", "name": name, "cat": category, "pid": where[0], "tid": where[1]}
+    return {**of, "ts": begin, "dur": seconds}
 
 
 def name_event(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:

@@ -242,13 +242,8 @@ def _alone(step: Trained, state: State) -> tuple[Items, dict[str, Any]]:
         }
         for part, of_part in leaves.items()
     }
-    marker = {
-        "schema_version": CHECKPOINT.versions[-1],
-        "num_steps": state.num_steps,
-        **{part: described(of_part) for part, of_part in leaves.items()},
-        "stacked": {},
-        "items": {"state": {part: list(of_part) for part, of_part in item.items()}},
-    }
+    items = {"state": {part: list(of_part) for part, of_part in item.items()}}
+    marker = _marker(state.num_steps, leaves, {}, items)
     if models.count is not None:
         marker["num_models"] = models.count
     return {"state": (frozenset({alone}), item)}, marker
@@ -256,13 +251,18 @@ def _alone(step: Trained, state: State) -> tuple[Items, dict[str, Any]]:
 
 def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
     """Return the content of a checkpoint's marker, but for the sums of the files."""
+    trees = zip(PARTS, (step.traced.params_struct, step.optimizer.state_struct), strict=True)
+    leaves = {part: by_path(tree) for part, tree in trees}
+    return _marker(num_steps, leaves, stacked_paths(step), items_of(step))
+
+
+def _marker(num_steps: int, leaves: Mapping[str, Any], stacked: object, items: object) -> Any:
     return {
         "schema_version": CHECKPOINT.versions[-1],
         "num_steps": num_steps,
-        "params": described(by_path(step.traced.params_struct)),
-        "optimizer": described(by_path(step.optimizer.state_struct)),
-        "stacked": stacked_paths(step),
-        "items": items_of(step),
+        **{part: described(of_part) for part, of_part in leaves.items()},
+        "stacked": stacked,
+        "items": items,
     }
 
 

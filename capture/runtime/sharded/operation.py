@@ -86,14 +86,8 @@ def stored(placement: LeafPlacement, leaf: object) -> list[Any]:
     rows = [leaf] if placement.stacked is None else _unstacked(leaf, placement.stacked)
     if placement.is_small:
         return rows
-    return [
-        StoredParam(
-            tuple(jax.tree.leaves(row)),
-            placement.parts,
-            placement.slice_dim,
-        )
-        for row in rows
-    ]
+    of = placement.parts, placement.slice_dim
+    return [StoredParam(tuple(jax.tree.leaves(row)), *of) for row in rows]
 
 
 def is_stored(value: object) -> TypeGuard[StoredParam]:
