@@ -168,8 +168,7 @@ def _most(found: Counter[Memory], place: Place, nbytes: int) -> None:
 
 
 def _given_back(step: Step, run: Run) -> int:
-    """Return the bytes that a program frees on a device when it ends: temporaries, and what was
-    donated to it."""
+    """Return the bytes that a program frees when it ends: temporaries, and what was donated."""
     made = sum(step.slots[slot].nbytes for slot in run.outputs)
     donated = sum(step.slots[slot].nbytes for slot in run.donated)
     return max(0, step.programs[run.program].transient_bytes - made + donated)

@@ -420,11 +420,7 @@ def _parties(
 def _join(
     service: str, num_hosts: int, host: int, local_ids: Any, gate: Gate | None, coordinator: str
 ) -> None:
-    """Have JAX meet the others.
-
-    Raises:
-        ExecutionError: ``run-hosts-start``.
-    """
+    """Have JAX meet the others."""
     try:
         jax.distributed.initialize(
             service,
@@ -448,8 +444,7 @@ def _join(
 
 
 def _service(gate: Gate, coordinator: str, host: int) -> str:
-    """Return where this process reaches the service of ``jax.distributed``, behind the gate of host
-    0, which is there then."""
+    """Return where this process reaches the service of the run, behind the gate of host 0."""
     if host == 0:
         port = free_port()
         gate.allow({COORDINATOR: port})

@@ -351,8 +351,7 @@ class PackPrograms:
 
 
 def _on_host(function: Callable[..., object]) -> Callable[..., Any]:
-    """Return the function for the processors of a device's host: from arrays in its memory to
-    arrays there."""
+    """Return the function for the processors of a device's host, on arrays in its memory."""
     # Until jax 0.10 the second name is that of a context.
     place: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     return place(

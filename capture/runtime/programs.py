@@ -132,8 +132,7 @@ class StagePrograms(StageLayout):
 
     @property
     def _stored(self) -> Sequence[Sequence[Any]]:
-        """The values that the forward program returns beside its outputs, in groups that die
-        together."""
+        """The values that the forward program returns beside its outputs, by when they die."""
         return [self.residuals.stored]
 
     def _stored_sharding(self, kept: object) -> Any:
@@ -169,8 +168,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _split_values(self) -> dict[int, int]:
-        """The values of the graph that leave their layer split along the sequence, and the
-        dimension along which they are."""
+        """The values that leave their layer split along the sequence, and that dimension."""
         return {
             v: dim
             for call, run in zip(self.layers.calls, self._split_runs, strict=False)

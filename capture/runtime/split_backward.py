@@ -79,8 +79,7 @@ class BackwardSplit:
         return tuple(i for i, v in enumerate(self._groups[group]) if v in self.read)
 
     def _sources(self, v: object, read: set[object]) -> set[Any] | None:
-        """Return what else must be there for a value to follow by cheap operations; None where it
-        does not."""
+        """Return what else a value follows from by cheap operations; None where it does not."""
         sources, seen, waiting = set[Any](), {v}, [v]
         while waiting:
             one = waiting.pop()

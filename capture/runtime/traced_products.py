@@ -150,8 +150,7 @@ class LargeProducts:
 
 
 def _computed(program: TracedProgram, at: int) -> tuple[str, str]:
-    """Return the fastest data type that an operand has on its way to a product, and the precision
-    that this asks for."""
+    """Return the fastest data type of an operand on its way to a product, and the precision."""
     equation = program.equations[at]
     views = [program.views.of(v) for v in equation.invars if is_variable(v)]
     narrow = min(view.itemsize for view in views)

@@ -239,8 +239,7 @@ class StepCost:
         return first - gone, second, third - gone
 
     def _on_chip(self, *arrays: Any) -> Any:
-        """Return the bytes that memory on the chip holds of arrays that are in use at once: of
-        those that fit into it."""
+        """Return the bytes that memory on the chip holds of arrays that are in use at once."""
         capacity = self.machine.target.on_chip_bytes.value
         fitting = (np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays)
         return np.minimum(capacity, sum(fitting)) if capacity else 0

@@ -232,8 +232,7 @@ class PackState:
         return tuple(zip(gradients, places, strict=True))
 
     def _scatter(self, span: Span, label: str) -> Task:
-        """Return the task that gives devices their shares of a pack's summed gradients, for the
-        host."""
+        """Return the task that gives devices their shares of a pack's summed gradients."""
         given = dict(sorted(self._gradients.pop(span).items()))
         made = [
             tuple(self.value(v.what, v.category, replace(v.holds, share=rank)) for v in values)

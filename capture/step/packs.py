@@ -61,8 +61,7 @@ def lower(state: PackState, begins: Begins) -> Iterator[Round]:
 
 
 class _Pass(NamedTuple):
-    """A micro-batch of a task: its number there, its lane, its rows in pieces; ``label`` for
-    people."""
+    """A micro-batch of a task: its number there, its lane, its rows in pieces, and a label."""
 
     task: PackTask
     i: int

@@ -338,8 +338,7 @@ class Pipeline:
         return self._task("forward", s, reads, makes, (), f"forward {m} on stage {s}")
 
     def _kept(self, s: int, m: int) -> tuple[Values, ...]:
-        """Return what the backward pass reads of a forward pass: inputs, batch, outputs and
-        residuals."""
+        """Return what the backward pass reads: inputs, batch, outputs and residuals."""
         stage = self.stages[s]
         return (
             self._read("input", s, m, stage.kept_inputs),

@@ -176,8 +176,7 @@ def simulate_step(step: Step, seconds: Seconds, *, feeds_ahead: int | None = 1) 
 
 
 class _Items:
-    """The items of work of a step's instructions; remembers which item wrote a slot, and which have
-    read it since."""
+    """The items of work of a step; remembers which wrote a slot, and which have read it since."""
 
     def __init__(self, step: Step, seconds: Seconds, feeds_ahead: int | None):
         self._step, self._seconds, self._feeds_ahead = step, seconds, feeds_ahead

@@ -153,8 +153,7 @@ class TimeModel:
 
     @cached_property
     def _known(self) -> dict[int, tuple[ProgramWork, ProgramSeconds]]:
-        """The seconds of programs by ``id``, and the programs, kept alive so that it stays
-        valid."""
+        """The seconds of programs by ``id``, with the programs, so that the id stays valid."""
         return {}
 
     def _computing(self, work: ProgramWork) -> float:
@@ -180,8 +179,7 @@ class TimeModel:
 
     @cached_property
     def _sums(self) -> dict[int, tuple[tuple[Kernel, ...], float]]:
-        """The kernels of programs by ``id``, kept alive so that it stays valid, and their
-        seconds."""
+        """The seconds of kernels by ``id``, with the kernels, so that the id stays valid."""
         return {}
 
     def kernel_seconds(self, kernel: Kernel) -> float:

@@ -269,8 +269,7 @@ def _batch(traced: TracedLoss, times: int) -> list[Any]:
 
 
 def _losses(traced: TracedLoss, params: Sequence[Any]) -> tuple[float, float, float]:
-    """Return the losses of 2 n random examples and of their two halves, with the leaves of some
-    parameters."""
+    """Return the losses of 2 n random examples and of their two halves."""
     batch = _batch(traced, 2)
     halves = [
         [

@@ -44,8 +44,7 @@ _PER_PART = ("convert_element_type", "transpose", "copy")
 
 @dataclass
 class _Stack:
-    """A value that is known as its parts along one dimension; the stacked array is only made if
-    someone needs it."""
+    """A value that is known as its parts along one dimension, and stacked only if needed."""
 
     parts: list[int]
     dim: int
@@ -133,8 +132,7 @@ def flatten(
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of an equation: its name scopes, the remat regions around it, its path, and where
-    the model calls it."""
+    """The name scopes, remat regions and path of an equation, and where the model calls it."""
 
     scope: str = ""
     regions: tuple[RematRegion, ...] = ()

@@ -116,8 +116,7 @@ class ProgramHasher:
         return _type(self._program.avals[value])
 
     def _equation(self, equation) -> str:
-        """Return a text of the primitive and parameters of an ``Op`` or of an equation of a
-        jaxpr."""
+        """Return a text of the primitive and parameters of an ``Op`` or of an equation."""
         name, params = equation.primitive.name, equation.params
         shown = {
             k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")
@@ -249,8 +248,7 @@ def _pullback(primitive, params: dict[str, object]) -> Callable[..., Any]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Return the names of globals and attributes that a function or one inside it uses, in
-    order."""
+    """Return the names of globals and attributes that a function uses, in order."""
     nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 

@@ -253,8 +253,7 @@ class TracedLoss:
 def _tensors(
     loss: TracedLoss, flat: Flattening, values: Sequence[int], dims: Sequence[int | None]
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Return the parameters, values and batch leaves of the layer graph; ``dims`` are the
-    dimensions along which values grow with the micro-batch."""
+    """Return the parameters, values (which grow along ``dims``) and batch leaves of the graph."""
     program, tensor = flat.program, partial(_tensor, flat.program)
     param_names = [
         name
@@ -318,8 +317,7 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
 def _growth(
     loss: TracedLoss, flat: Flattening, values: Sequence[int], others: Iterable[Growth]
 ) -> Growth:
-    """Return the growth of values, from that of other traces or from a trace at twice the
-    micro-batch size."""
+    """Return the growth of values, from other traces or one at twice the micro-batch size."""
     operations = operations_of(flat.program)
     sizes = [flat.program.avals[v].shape for v in values]
     known = (each.at(loss.microbatch_size, operations, values, sizes) for each in others)
@@ -334,8 +332,7 @@ def _growth(
 
 
 def _grown_avals(loss: TracedLoss, flat: Flattening) -> Sequence[Any] | None:
-    """Return the shapes of the program's values at twice the micro-batch size; None if the program
-    is another one there."""
+    """Return the shapes of values at twice the micro-batch size; None of another program."""
     try:
         other = flatten(loss.doubled, loss.num_params, flat.unrolled, flat.stacked).program
     except Exception:
@@ -441,8 +438,7 @@ def _structure(tree: PyTree) -> Any:
 def _each_stacked(
     struct: PyTree, tree: PyTree, stacked: dict[int, int], convert: Callable[[Any, int], Any]
 ) -> PyTree:
-    """Return a tree of the user's parameters with the leaves converted that are stacked, given
-    each with its dimension of the layers."""
+    """Return a tree of the user's parameters with each stacked leaf converted."""
     structure = _structure(struct)
     return structure.unflatten(
         [

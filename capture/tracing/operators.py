@@ -178,11 +178,7 @@ def traced_operators(
 
 
 def _at_products(workload: WorkloadProtocol, microbatch_size: int) -> TracedModel:
-    """Return the loss traced and cut at every product with a parameter.
-
-    Raises:
-        TracingError: ``trace-params`` without parameters, and those of ``trace``.
-    """
+    """Return the loss traced and cut at every product with a parameter."""
     traced = trace(workload, microbatch_size, at_products=True)
     if not traced.graph.params:
         raise TracingError.of(
@@ -262,8 +258,7 @@ def _parts(traced: TracedModel, products: Products) -> list[_Part]:
 
 
 def _inside_regions(traced: TracedModel) -> set[int]:
-    """Return the values of the graph that only the remat region that makes them reads, and that it
-    computes again."""
+    """Return the values that only the remat region that makes them reads, and computes again."""
     made, read_elsewhere = dict[int, RematRegion](), set[int]()
     for layer in traced.graph.layers:
         (call,) = traced.slice(layer.layer_id, layer.layer_id + 1).calls
@@ -359,8 +354,7 @@ def _differentiated(
 
 
 def _forward_and_saved(graph: LayerGraph, layer: StageSlice):
-    """Return the jaxpr of a layer's forward pass, whose outputs come before what ``jax.vjp``
-    saves."""
+    """Return the jaxpr of a layer's outputs, and of what ``jax.vjp`` saves behind them."""
     params, inputs, batch = (
         [struct_of(tensors[i]) for i in indices]
         for tensors, indices in (

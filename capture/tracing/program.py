@@ -166,8 +166,7 @@ class LossProgram:
         return jnp.issubdtype(self.avals[value].dtype, jnp.inexact)
 
     def _is_early(self, op: Op) -> bool:
-        """Tell whether an op needs parameters only, or batch only, so that it could run in any
-        layer."""
+        """Tell whether an op needs parameters only, or batch only: any layer could run it."""
         return not op.has_effects and not (
             any(v in self.from_params for v in op.outputs)
             and any(v in self.from_batch for v in op.outputs)

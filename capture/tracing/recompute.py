@@ -137,8 +137,7 @@ def recompute_bytes(equation: Any) -> float | None:
 
 
 def _splits_alike(equation: Any) -> bool:
-    """Tell whether random bits, if any, are the same however a compiler splits them over
-    devices."""
+    """Tell whether random bits, if any, are the same however they are split over devices."""
     if equation.primitive.name not in LONG_FUNCTIONS:
         return True
     keys = [v.aval.dtype for v in (*equation.invars, *equation.outvars) if is_key(v.aval)]

@@ -93,11 +93,7 @@ def split_rule(equation: JaxprEqn) -> SplitRule | None:
 def _named(
     rule: Any, mappings: Sequence[Any], atoms: Sequence[Any], what: str
 ) -> list[tuple[Any, ...]]:
-    """Return the factors of every dimension of arrays.
-
-    Raises:
-        TracingError: ``trace-split-rule``.
-    """
+    """Return the factors of every dimension of arrays."""
     arrays = [
         _dimensions(mapping, len(atom.aval.shape))
         for mapping, atom in zip(mappings, atoms, strict=False)

@@ -151,11 +151,7 @@ class Saver:
             self._failed = error
 
     def _agreed(self, what: str, call: Callable[[], object]) -> list[Any]:
-        """Call a function in every process; return what each got, once all have called it.
-
-        Raises:
-            ExecutionError: ``checkpoint-write`` if one breaks.
-        """
+        """Call a function in every process; return what each got, once all have called it."""
         mine: dict[str, Any] = {"made": None, "broken": []}
         try:
             mine["made"] = call()
@@ -170,11 +166,7 @@ class Saver:
         return [each["made"] for each in found]
 
     def _clear(self, path: Path) -> None:
-        """Remove what an interrupted save has left at the path, and make the folder anew.
-
-        Raises:
-            ExecutionError: ``checkpoint-exists``.
-        """
+        """Remove what an interrupted save has left at the path, and make the folder anew."""
         if self._is_first:
             latest = max(complete_steps(self._directory), default=-1)
             if latest >= int(path.name):
