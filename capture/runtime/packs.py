@@ -18,8 +18,7 @@ Source: Li et al. 2022 (Harmony), 4.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -139,6 +138,7 @@ class TracedSizes:
         return output_bytes + self.nbytes(weights)
 
 
+@dataclass(frozen=True, eq=False)
 class PackPrograms:
     """The programs and arrays of a step of packs.
 
@@ -151,31 +151,19 @@ class PackPrograms:
             update makes beside what it writes over. None: each device's own.
     """
 
-    def __init__(
-        self,
-        traced: Mapping[int, TracedModel],
-        step: Step,
-        sizes: TracedSizes,
-        update: TracedOptimizer,
-        minibatch_size: int,
-        devices: Sequence[jax.Device],
-        compiler: AnyCompiler,
-        host: object = None,
-    ):
-        self._host = host
-        self._traced, self._step = traced, step
-        self._graph = next(iter(traced.values())).graph
-        self._sizes, self._update_of = sizes, update
-        self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
-        self._compiled: dict[Any, Executable] = {}
+    _traced: Mapping[int, TracedModel]
+    _step: Step
+    _sizes: TracedSizes
+    _update_of: TracedOptimizer
+    _minibatch_size: int
+    _devices: Sequence[jax.Device]
+    _compiler: AnyCompiler
+    _host: object
+    _compiled: dict[Any, Executable] = field(default_factory=dict)
 
     def of(self, step: Step) -> PackPrograms:
         """Return the programs of another step of the same plan: what is compiled, is."""
-        other = copy(self)
-        other._step = step
-        for of_the_last in ("runs", "executables"):
-            other.__dict__.pop(of_the_last, None)
-        return other
+        return replace(self, _step=step)
 
     @cached_property
     def runs(self) -> dict[str, Run]:

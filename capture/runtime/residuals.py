@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -126,6 +127,7 @@ def _places(kept: Collection[object], group: Sequence[object]) -> tuple[int, ...
     return tuple(sorted(k for v, k in first.items() if v in kept))
 
 
+@dataclass(frozen=True, eq=False)
 class SplitAxis:
     """An axis of a mesh that splits values of a program.
 
@@ -134,17 +136,12 @@ class SplitAxis:
         asked: How results are to lie, where that is asked for.
     """
 
-    def __init__(
-        self,
-        name: str,
-        degree: int,
-        flow: DataFlow,
-        spread: Spread,
-        inputs: Sequence[int | None],
-        asked: Sequence[tuple[object, PartitionSpec]],
-    ):
-        self.name, self.degree = name, degree
-        self._flow, self._spread, self._inputs, self._asked = flow, spread, inputs, asked
+    name: str
+    degree: int
+    _flow: DataFlow
+    _spread: Spread
+    _inputs: Sequence[int | None]
+    _asked: Sequence[tuple[object, PartitionSpec]]
 
     @cached_property
     def dims(self) -> Mapping[Any, int | None]:

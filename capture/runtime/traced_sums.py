@@ -117,6 +117,7 @@ class _Gathered(NamedTuple):
     level: int = 0
 
 
+@dataclass(frozen=True, eq=False)
 class Exchanges:
     """The collectives of a program over one axis of a mesh.
 
@@ -126,19 +127,13 @@ class Exchanges:
         gathers_alone: As of ``Bounder``.
     """
 
-    def __init__(
-        self,
-        program: TracedProgram,
-        split: ValueSplit,
-        products: LargeProducts,
-        axis: SplitAxis,
-        stride: int,
-        over_replicas: bool,
-        gathers_alone: bool = False,
-    ):
-        self._gathers_alone = gathers_alone
-        self._program, self._split, self._products = program, split, products
-        self._axis, self._stride, self._over_replicas = axis, stride, over_replicas
+    _program: TracedProgram
+    _split: ValueSplit
+    _products: LargeProducts
+    _axis: SplitAxis
+    _stride: int
+    _over_replicas: bool
+    _gathers_alone: bool
 
     def least(self) -> list[Collective]:
         """Return the collectives that nothing avoids, in order."""
