@@ -293,8 +293,7 @@ def placed(
 
 
 def to_host(array: jax.Array) -> Any:
-    """Return a NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default
-    device."""
+    """Return a NumPy array; typed random keys stay JAX arrays, on the default device."""
     if is_key(array):
         return jax.random.wrap_key_data(
             jnp.asarray(np.asarray(jax.random.key_data(array))), impl=jax.random.key_impl(array)

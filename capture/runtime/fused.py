@@ -96,8 +96,7 @@ class Fuser:
         return jax.jit(self.workload.optimizer.init)
 
     def sharing(self, params: Sequence[np.ndarray], first: Mapping[int, object]) -> list[Any]:
-        """Return a model's parameters of the layer graph, with those of the first model that all
-        share."""
+        """Return a model's parameters, with those of the first model that all share."""
         return [first[p] if p in self.optimizer.shared else own for p, own in enumerate(params)]
 
     def key(self, num_models: int) -> str:

@@ -235,8 +235,7 @@ def on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def shard_bytes(array: Any) -> int:
-    """Return the bytes that an array, or the structure of one with its sharding, takes on each of
-    its devices."""
+    """Return the bytes that an array, or its structure, takes on each of its devices."""
     return math.prod(array.sharding.shard_shape(array.shape)) * int(array.dtype.itemsize)
 
 

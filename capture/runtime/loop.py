@@ -159,8 +159,7 @@ class Meters:
         return number not in self._first and number != self._last
 
     def execute(self, number: int, step: Metered, fed: Fed, state: object) -> tuple[Any, Any]:
-        """Execute a list of instructions, and return the state and the loss of the update that is
-        complete."""
+        """Execute a list of instructions; return the state, and the loss of a complete update."""
         batch, key = fed
         if number in self._first:
             found = measure_step(step, state, batch, key, strict=self._check)

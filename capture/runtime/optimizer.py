@@ -68,8 +68,7 @@ class StageUpdate:
         return flow.part([[flow.inputs[p] for p in self.params]], [wanted])(params)[0]
 
     def total(self, grads: Sequence[jax.Array], arrived: Iterable[tuple[int, Any]]) -> list[Any]:
-        """Return the gradients of the stage's parameters with those added that others made of some
-        of them."""
+        """Return the gradients of the stage's parameters, with those of other stages added."""
         found = dict(zip(self.params, grads, strict=True))
         for param, gradient in arrived:
             found[param] = found[param] + gradient

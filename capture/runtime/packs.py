@@ -185,8 +185,7 @@ class PackPrograms:
         return self._compiled[whole]
 
     def key(self, name: str) -> Any:
-        """Return what tells a program from others, in plain data; on which device it runs does
-        not."""
+        """Return what tells a program from others, on whatever device, in plain data."""
         on_host = self._step.programs[name].place.host is not None
         return "host" if on_host else "device", self._program(self.runs[name])[0]
 

@@ -152,8 +152,7 @@ class PipelinedStep(TrainStep):
 
     @cached_property
     def evaluation(self) -> Step:
-        """The instructions of ``evaluate``; ``capture.step.program.replay`` of them says what it
-        needs."""
+        """The instructions of ``evaluate``, whose replay says what it needs."""
         return self._shared(build_evaluation(self._interfaces, self.plan.schedule_table))
 
     def _shared(self, step: Step) -> Step:

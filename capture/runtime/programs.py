@@ -420,8 +420,7 @@ class StagePrograms(StageLayout):
         return None if update is None else update.writing(sizes)
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
-        """Return the cost of the stage where that of its update is known already: compiles forward
-        and backward."""
+        """Return the stage's cost, given that of its update: compiles forward and backward."""
         forward = self.forward
         return StageCost(
             residual_bytes=kept_bytes(forward),

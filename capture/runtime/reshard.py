@@ -183,8 +183,7 @@ def cutter(cuts: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]
 
 @lru_cache(maxsize=4096)
 def joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
-    """Return one program that joins a grid of pieces, given with the index of their first element
-    in ascending order."""
+    """Return one program that joins a grid of pieces, given their first indexes, ascending."""
 
     def nest(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
         if len(pieces) == 1:

@@ -155,8 +155,7 @@ class SplitAxis:
 
     @cached_property
     def reached(self) -> Collection[Any]:
-        """The values that a compiler may split: by the inputs, by constraints, or by what is asked
-        for."""
+        """The values that a compiler may split: by inputs, constraints or what is asked for."""
         constraints = [
             (equation.outvars[0], spec)
             for equation in self._flow.jaxpr.eqns

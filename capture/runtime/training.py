@@ -96,8 +96,7 @@ def follow(
     on_step: Callable[[StepRecord], None] = lambda record: None,
     data: Iterable[object] | None = None,
 ) -> dict[str, Any]:
-    """Run some steps under the meters (``Meters``), and return the document of ``capture run
-    --json``."""
+    """Run some steps under the meters, and return the document of ``capture run --json``."""
     restored = None
     if training.restore is not None:
         restored = checkpoint.restore(step, training.restore, report=report)

@@ -117,8 +117,7 @@ class StageInterface:
 def owned_and_borrowed(
     graph: LayerGraph, first: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the parameters of layers [first, stop) that this stage updates, and those that an
-    earlier stage does."""
+    """Return the parameters that layers [first, stop) update, and those that earlier ones do."""
     params = graph.stage_params(first, stop)
     owned = tuple(p for p in params if graph.param_owner(p) >= first)
     return owned, tuple(p for p in params if p not in owned)

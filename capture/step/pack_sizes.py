@@ -90,8 +90,7 @@ class PackSizes(Protocol):
     def layers(self) -> PackLayers: ...
 
     def nbytes(self, holds: object) -> int:
-        """Return the bytes of the arrays that a slot with this record of ``capture.step.holds``
-        has."""
+        """Return the bytes of the arrays of a slot that holds this (``capture.step.holds``)."""
         ...
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:

@@ -318,8 +318,7 @@ class Step:
 
     @cached_property
     def memories(self) -> dict[str, tuple[Memory, ...]]:
-        """The memories of each place, by what stands for them: a host's once for the part of each
-        device."""
+        """The memories of each place, by what stands for them; a host's once per device."""
         return {
             place.name: place.memories
             if place.host

@@ -84,8 +84,7 @@ class LinkTimes:
         return self.between(source.devices, target.devices, nbytes)
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
-        """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes; or over a torus."""
+        """Return the seconds over the link in a node, or between nodes; or over a torus."""
         if self.cluster.slice_shape:
             return self._links.routed(tuple(source), tuple(target)).seconds(nbytes)
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}

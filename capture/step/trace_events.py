@@ -92,8 +92,7 @@ def _microseconds(seconds: float) -> float:
 def complete_event(
     name: str, category: str, where: tuple[int, int], times: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return the event (phase X) of something on a thread of a process: when it began, and how long
-    it took, in seconds."""
+    """Return the event (phase X) of what began when and took how long, in seconds."""
     begin, seconds = map(_microseconds, times)
     of = {"ph": "X", "name": name, "cat": category, "pid": where[0], "tid": where[1]}
     return {**of, "ts": begin, "dur": seconds}

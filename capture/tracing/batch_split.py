@@ -165,8 +165,7 @@ def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None
 
 
 def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str, ...]:
-    """Return all warnings that a user should read before training with a loss; arguments as for
-    ``split_warning``."""
+    """Return all warnings on a loss before training; arguments as for ``split_warning``."""
     warnings = [split_warning(check, parts)]
     if check.loss is not None:
         warnings.append(

@@ -72,9 +72,7 @@ def cut_loss(
     num_devices: int,
     at_products: bool,
 ) -> tuple[Flattening, list[int], bool]:
-    """Return the flat loss, its cut positions, and whether these were chosen automatically;
-    arguments as for
-    ``capture.tracing.model.trace``."""
+    """Return the flat loss, its cut positions, and whether these are automatic; see ``trace``."""
     if at_products:
         # Any scan is more than one of so many layers.
         flat = flatten_loss(closed, num_params, sys.maxsize)
@@ -227,8 +225,7 @@ def layers_without_marks(program: LossProgram, num_devices: int) -> int:
 
 
 def crossing_bytes(program: LossProgram) -> list[int]:
-    """Return the bytes that are live across each position 0..len(ops), recomputed values and leaves
-    excluded."""
+    """Return the bytes live across each position, without recomputed values and leaves."""
     end = len(program.ops)
     last_read: dict[int, int] = {
         v: i for i, op in enumerate(program.ops) if i not in program.recomputed for v in op.reads

@@ -146,8 +146,7 @@ class DataFlow:
         return self._position.get(var, -1)
 
     def needed(self, wanted: Sequence[object], given: object = ()) -> list[Any]:
-        """Return the equations that the wanted values depend on, in order, stopping at given
-        values."""
+        """Return the equations that values depend on, in order, stopping at given ones."""
         return [self.jaxpr.eqns[position] for position in self.needed_at(wanted, given)]
 
     def needed_at(self, wanted: Sequence[object], given: Any = ()) -> list[int]:

@@ -43,8 +43,7 @@ def digest(text: str) -> str:
 
 
 def jaxpr_key(closed: object) -> str:
-    """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
-    included."""
+    """Return a hash that is equal for closed jaxprs that compute the same, constants too."""
     return ProgramHasher(_NO_PROGRAM).body(closed)
 
 
@@ -172,8 +171,7 @@ class ProgramHasher:
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
     def text(self, value: Any) -> str:
-        """Return a text of a parameter of an equation, without names, addresses and variable
-        identity."""
+        """Return a text of a parameter, without names, addresses and variable identity."""
         match value:
             case Mapping():
                 return "{" + ",".join(f"{k}:{self.text(v)}" for k, v in sorted(value.items())) + "}"

@@ -79,8 +79,7 @@ class TracedModel:
         return _each_stacked(self.params_struct, params, self.stacked, _unstack)
 
     def join_params(self, split: PyTree) -> PyTree:
-        """Convert a tree of the form of ``split_struct`` back to the user's: the inverse of
-        ``split_params``."""
+        """Convert a tree back to the user's form: the inverse of ``split_params``."""
         return _each_stacked(self.params_struct, split, self.stacked, _stack)
 
     def batch_of(self, leaves: Sequence[object]) -> PyTree:

@@ -36,8 +36,7 @@ class Segment:
 
     @cached_property
     def cotangents(self) -> tuple[int, ...]:
-        """The values whose gradients arrive: outputs, and given values that later layers read as
-        well."""
+        """The values whose gradients arrive: outputs, and given ones that later layers read."""
         known = {*self.layers.outputs, *self.given}
         return tuple(v for v in self._smooth(self.graph.crossing(self.layers.stop)) if v in known)
 

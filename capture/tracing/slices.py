@@ -262,8 +262,7 @@ class StageSlice:
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """The name scopes and the line of the model of every operation; they are no part of
-        ``key``."""
+        """The name scopes and model line of every operation; they are no part of ``key``."""
         return [
             (op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops
         ]

@@ -24,8 +24,7 @@ _PACKAGE = str(Path(capture.__file__).parent)
 
 
 def layer_scope(layer: int) -> AbstractContextManager[Any]:
-    """Return the name scope of a layer's operations, in HLO, in profiles and in traces;
-    ``layer_of_scope`` reads it."""
+    """Return the name scope of a layer's operations; ``layer_of_scope`` reads it."""
     return jax.named_scope(f"layer[{layer}]")
 
 

@@ -123,8 +123,7 @@ def _dimensions(mapping: Sequence[object], ndim: int) -> tuple[Any, ...]:
 
 
 def may_hold_split_rule(equation: Any) -> bool:
-    """Tell whether an equation is a ``custom_partitioning`` operation or runs one, perhaps only
-    when it is differentiated."""
+    """Tell whether an equation is, or may run, a ``custom_partitioning`` operation."""
     if equation.primitive.name in (PRIMITIVE, "custom_vjp_call"):
         return True
     return any(

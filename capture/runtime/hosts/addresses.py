@@ -134,8 +134,7 @@ def _why_not_reached(address: str, *, listens: bool) -> str | None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port of an address of this machine that is free now, for the next process that
-    asks."""
+    """Return a port of an address of this machine that is free now."""
     name = address.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as probe:
         probe.bind((name, 0))

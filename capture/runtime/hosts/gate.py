@@ -74,8 +74,7 @@ class Gate:
     def dial(
         self, gate: str, port: int, *, num_digits: int = 0, renamed: Mapping[str, str] | None = None
     ) -> str:
-        """Return an address of this machine that leads to a port of another host; see
-        ``Forwarder.dial``."""
+        """Return an address here that leads to a port of another host; see ``Forwarder.dial``."""
         answer = self._ask(dial=parted(gate), port=port, digits=num_digits, renamed=renamed or {})
         return f"127.0.0.1:{answer['port']}"
 

@@ -45,8 +45,7 @@ def metadata_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def latest(directory: Path | str) -> tuple[int, dict[str, Any]] | None:
-    """Return the step and the metadata of the last complete checkpoint whose metadata can be
-    read."""
+    """Return step and metadata of the last complete checkpoint whose metadata can be read."""
     for step in reversed(complete_steps(directory)):
         if (metadata := metadata_of(Path(directory) / str(step))) is not None:
             return step, metadata
