@@ -127,16 +127,7 @@ def param_paths(traced: TracedModel) -> list[str]:
     """Return the path of the user's leaf that each parameter of the layer graph is (a part of)."""
     leaves = [path for path, _ in jax.tree.leaves_with_path(traced.params_struct)]
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path in leaves]
-    return [paths[leaf] for leaf in leaf_numbers(traced)]
-
-
-def leaf_numbers(traced: TracedModel) -> list[int]:
-    """Return the number of the user's leaf that each parameter of the graph is (a part of)."""
-    found = []
-    for leaf, struct in enumerate(jax.tree.leaves(traced.params_struct)):
-        dim = traced.stacked.get(leaf)
-        found += [leaf] * (1 if dim is None else struct.shape[dim])
-    return found
+    return [path for path, rows in zip(paths, traced.rows, strict=True) for _ in rows]
 
 
 def _matches_nothing(what: str, paths: Sequence[str]) -> Violation:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn
 
 from capture.errors import WorkloadError
@@ -43,8 +42,7 @@ def traced_optimizer(
             another way than the leaf.
     """
     layers = TracedOptimizer(optimizer, traced.split_struct, unread)
-    leaves = jax.tree.leaves(traced.params_struct)
-    counts = {leaf: leaves[leaf].shape[dim] for leaf, dim in traced.stacked.items()}
+    counts = {leaf: len(traced.rows[leaf]) for leaf in traced.stacked}
     for leaf, name in _updated_otherwise(optimizer, traced.params_struct, layers, counts):
         raise WorkloadError.of(
             f"the optimizer updates {name}, which a scan stacks over {counts[leaf]} layers, in "

@@ -348,12 +348,6 @@ def array_seconds(step: Step, host: HostLink) -> Seconds:
     return Seconds(programs, transfer, host.duplex)
 
 
-def swapped_bytes(steps: ArraySteps) -> int:
-    """Return the bytes that one body copies to the host."""
-    slots = steps.body.slots
-    return sum(each.nbytes for each in steps.body.copies if slots[each.target].place.host)
-
-
 def recomputed_bytes(arrays: Sequence[Lifetimes]) -> int:
     """Return the bytes of the bundles that one body makes again."""
     return sum(

@@ -291,6 +291,16 @@ class Step:
         """The instructions that copy."""
         return self.all_of(Copy)
 
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """The bytes that are copied to the memory of a host, and from there to devices."""
+        moved = {"to_host": 0, "to_device": 0}
+        for copy in self.copies:
+            source, target = (self.slots[slot].place.host for slot in (copy.source, copy.target))
+            if source != target:
+                moved["to_device" if target is None else "to_host"] += copy.nbytes
+        return moved
+
     def program_of(self, each: Instruction) -> Program | None:
         """Return the program that an instruction runs, if it runs one."""
         return self.programs[each.program] if isinstance(each, Run) else None

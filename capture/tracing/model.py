@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -72,6 +73,14 @@ class TracedModel:
             ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
             for tensor, dim in zip(self.graph.params, self.split_dims, strict=True)
         )
+
+    @cached_property
+    def rows(self) -> list[range]:
+        """The parameters of the graph that each leaf of the user's tree is, or is stacked from."""
+        sizes = [leaf.shape for leaf in jax.tree.leaves(self.params_struct)]
+        counts = [sizes[i][self.stacked[i]] if i in self.stacked else 1 for i in range(len(sizes))]
+        stops = accumulate(counts)
+        return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
 
     def split_params(self, params: PyTree) -> PyTree:
         """Convert the user's parameter tree to the form of ``split_struct``; arrays of NumPy or

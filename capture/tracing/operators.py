@@ -60,14 +60,7 @@ class TracedOperators:
     @property
     def stacked_params(self) -> list[list[int]]:
         """The parameters that are steps of one leaf of the user's tree, by leaf."""
-        found, start = [], 0
-        for i, struct in enumerate(jax.tree.leaves(self.traced.params_struct)):
-            dim = self.traced.stacked.get(i)
-            count = 1 if dim is None else struct.shape[dim]
-            if dim is not None:
-                found.append(list(range(start, start + count)))
-            start += count
-        return found
+        return [list(self.traced.rows[leaf]) for leaf in sorted(self.traced.stacked)]
 
     def sharded_over(self, num_devices: int, smallest_bytes: int) -> OperatorModel:
         """Return the operators as ``num_devices`` devices can shard them.

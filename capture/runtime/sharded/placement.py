@@ -93,11 +93,9 @@ def check_partly(
     Raises:
         WorkloadError: ``optimizer-rows``.
     """
-    rows, found = iter(traced.leaves), list(jax.tree.leaves(traced.params_struct))
-    counts = {}
-    for i, struct in enumerate(found):
-        steps = 1 if i not in traced.stacked else struct.shape[traced.stacked[i]]
-        leaf, *_ = [next(rows) for _ in range(steps)]
+    found, counts = list(jax.tree.leaves(traced.params_struct)), {}
+    for i, (struct, (first, *_)) in enumerate(zip(found, traced.rows, strict=True)):
+        leaf = traced.leaves[first]
         if i in traced.stacked or leaf.split_dim is None or leaf.shape[leaf.split_dim] < 2:
             continue
         if leaf.can_shard(num_devices, smallest_bytes):
@@ -130,11 +128,9 @@ def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[Le
 
 
 def _placed(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> Iterator[LeafPlacement]:
-    modes, rows = plan.mode_of_param, iter(traced.leaves)
-    for i, struct in enumerate(jax.tree.leaves(traced.params_struct)):
-        stacked = traced.stacked.get(i)
-        num_steps = 1 if stacked is None else struct.shape[stacked]
-        own = [next(rows) for _ in range(num_steps)]
+    modes = plan.mode_of_param
+    for i, rows in enumerate(traced.rows):
+        stacked, own = traced.stacked.get(i), [traced.leaves[p] for p in rows]
         name = own[0].name if stacked is None else own[0].name.rpartition("[")[0]
         found = {modes[leaf.name] for leaf in own}
         can_shard = own[0].can_shard(mesh.size, plan.smallest_bytes)
