@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
+
+ALLOCATOR = "allocator high-water mark since the process began (memory_stats peak_bytes_in_use)"
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,7 @@ def measure_step(
             booked.
     """
     jax.block_until_ready(state)
-    live, allocator, resident = (
-        LiveArrayMeter.of(step, strict=strict),
-        AllocatorMeter([device for device in step.devices if _is_here(device)]),
-        ResidentSetMeter(),
-    )
+    live, resident = LiveArrayMeter.of(step, strict=strict), ResidentSetMeter()
     resident.start()
     state, metrics = step(state, batch, key, observer=live)
     loss = metrics.loss
@@ -117,8 +115,8 @@ def measure_step(
     live.finish()
     jax.block_until_ready(state)
     peaks, meter = live.peak_bytes_per_device, live.meter
-    if (allocated := allocator.peak_bytes_per_device) is not None:
-        peaks, meter = allocated, allocator.meter
+    if (allocated := allocator_peaks(filter(_is_here, step.devices))) is not None:
+        peaks, meter = allocated, ALLOCATOR
     return Measurement(
         peaks,
         meter,
@@ -334,21 +332,8 @@ def _is_here(device: jax.Device) -> bool:
     return device.process_index == jax.process_index()
 
 
-class AllocatorMeter:
-    """The high-water mark of each device's allocator. It cannot be reset: it is that of the step
-    only in a fresh process.
-
-    Args:
-        devices: In the order of the plan.
-    """
-
-    meter = "allocator high-water mark since the process began (memory_stats peak_bytes_in_use)"
-
-    def __init__(self, devices: Sequence[jax.Device]):
-        self._devices = devices
-
-    @property
-    def peak_bytes_per_device(self) -> tuple[int, ...] | None:
-        """The peaks; None where the platform keeps no such statistics (CPU)."""
-        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
-        return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)
+def allocator_peaks(devices: Iterable[jax.Device]) -> tuple[int, ...] | None:
+    """Return the high-water mark of each device's allocator; None where the platform keeps no such
+    statistics (CPU). It cannot be reset: it is that of the step only in a fresh process."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)
