@@ -194,8 +194,7 @@ def _injected_name(path: Sequence[object]) -> str:
 
 
 def _scheduled_name(path: Sequence[object]) -> str:
-    """Return the hyperparameter whose schedule keeps a leaf of an optimizer's state; empty if none
-    does."""
+    """Return the hyperparameter whose schedule keeps a leaf of an optimizer's state; else empty."""
     names = [getattr(key, "name", None) for key in path]
     at = names.index(_SCHEDULED) + 1 if _SCHEDULED in names else len(path)
     return _key_of(path[at]) if at < len(path) else ""

@@ -147,8 +147,7 @@ class StageLayout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
-        """Return the sharding of a value or batch leaf: split along its batch dimension where that
-        is even, else whole on every device."""
+        """Return the sharding of a value or leaf: split along its batch if even, else whole."""
         if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.choice.data_parallel:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))

@@ -132,8 +132,7 @@ def measure_step(
 
 
 class LiveArrayMeter:
-    """The peak per memory, from the arrays that are alive and the buffer assignment of the program
-    that is about to run.
+    """The peak per memory, from live arrays and the buffer assignment of the program to run next.
 
     An observer of the execution of any step; then ``meter.finish()``. Arrays that were alive before
     the step and are not its state (the caller's batch, other models) are left out.

@@ -26,8 +26,7 @@ def split_examples(
     needs: Sequence[Need] = (),
     of: str = "",
 ) -> list[list[Any]]:
-    """Return, per part, the leaves of ``graph.batch`` on the host, the part's own key last if the
-    loss takes one.
+    """Return, per part, the leaves of ``graph.batch`` on the host, its own key last if any.
 
     Args:
         traced: At any micro-batch size.

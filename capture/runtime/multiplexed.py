@@ -180,13 +180,11 @@ class ArrayTraining:
     # ---- state -----------------------------------------------------------------------------------
 
     def init(self) -> ArrayState:
-        """Return fresh parameters and optimizer states, every model's by its own seed; what they
-        share by that of the first."""
+        """Return the state of a training that begins at ``first_params``."""
         return self.init_from(self.first_params())
 
     def first_params(self, seed: int = 0) -> list[PyTree]:
-        """Return the parameters with which every model begins, by its own seed; what they share by
-        that of the first."""
+        """Return each model's first parameters, by its own seed; what they share by the first's."""
         first, found = dict[int, Any](), list[PyTree]()
         for fuser, member in zip(self._each, self.plan.models, strict=True):
             params = made_by_host(fuser.workload.init, jax.random.key(member.seed))

@@ -29,8 +29,7 @@ _NOBODY = -1  # owner of what is shared by all
 
 @dataclass(frozen=True)
 class StageUpdate:
-    """The slice of the optimizer that updates the parameters of one stage; its functions can be
-    traced.
+    """The slice of the optimizer that updates a stage's parameters; its functions can be traced.
 
     Attributes:
         params: Parameters it updates, indices into the layer graph.
@@ -295,8 +294,7 @@ class SlicedOptimizer:
     def _exchanged(
         self, stages: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
     ) -> list[Any]:
-        """Return the values that depend on a single stage and that the update of another stage
-        needs, in program order."""
+        """Return the values of one stage that another stage's update needs, in program order."""
         found: dict[Any, None] = {}
         program, new_state = self.traced.update, self.traced.new_state
         # Also of stages without parameters, which hold the leaves that are of no parameter.

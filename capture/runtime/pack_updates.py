@@ -21,8 +21,7 @@ Arrays = Sequence[Any]
 
 @dataclass(frozen=True)
 class PackUpdate:
-    """A pack's slice of the optimizer as functions of slots: of weights, state, gradients, and of
-    what other packs summarized.
+    """A pack's slice of the optimizer as functions of weights, state, gradients and summaries.
 
     Attributes:
         weights: Arrays of each slot of weights.

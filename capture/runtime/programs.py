@@ -151,8 +151,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _split_runs(self) -> list[SplitRun | None]:
-        """The way in which each layer's operations are run on values that are split along the
-        sequence; empty if none are."""
+        """The runs of layers' operations on values split along the sequence; empty if none are."""
         if not self.choice.sequence_parallel:
             return []
         splits = self._sharding.layer_splits(self.choice.tensor_parallel)

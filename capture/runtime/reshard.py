@@ -24,8 +24,7 @@ from capture.tracing.keys import is_key
 
 
 def reshard(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the same values under another sharding, in buffers of their own; the copies may still
-    be running.
+    """Return the values under another sharding, in buffers of their own, maybe not yet there.
 
     Args:
         x: Any array of any rank, typed random keys included; its shards must be addressable by this

@@ -223,8 +223,7 @@ class ValueSplit:
         return math.prod(axis.degree for axis in self.axes if _dim(axis.dims, atom) is not None)
 
     def spec(self, value: Any) -> PartitionSpec:
-        """Return how a value lies on the mesh; an axis that would split a dimension twice, or
-        unevenly, does not."""
+        """Return how a value lies on the mesh; no axis splits a dimension twice, or unevenly."""
         entries: list[str | None] = [None] * len(value.aval.shape)
         for axis in self.axes:
             dim = _dim(axis.dims, value)

@@ -150,8 +150,7 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def backward_inputs(self) -> Executable:
-        """The program (params, kept batch, what dies, what is held) -> (input gradients,
-        deferred)."""
+        """The program (params, kept batch, gone, held) -> (input gradients, deferred)."""
         args = [[self._structs[v] for v in group] for group in self.split.first]
         out = ([self.value_sharding(v) for v in self.segment.inputs], None)
         return self._compile(self._backward_inputs, args, (2,), out)

@@ -182,8 +182,7 @@ class _Ends:
 
     @cached_property
     def held(self) -> Mapping[Any, _Held | None]:
-        """The memory that is read for each value that stands there, or ends products; None where
-        that is read before."""
+        """The memory read for each value that is there, or ends products; None if read before."""
         reads = {v for each in self._program.reads for v in each}
         return {v: self._held(v) for v in reads if self._is_held(v)}
 
@@ -223,8 +222,7 @@ class _Ends:
         return found.difference(*(before.get(v, none) for v in others))
 
     def _is_written(self, value: object) -> bool:
-        """Return whether a result is written as a whole, and is more than an argument, scaled, or a
-        constant."""
+        """Return whether a result is written whole, and no constant nor an argument, scaled."""
         program = self._program
         maker = program.flow.maker(value)
         if maker is not None and maker.primitive.name.startswith(_IN_PLACE):
@@ -241,8 +239,7 @@ class _Ends:
 
 
 def _base(program: TracedProgram, value: object) -> tuple[Any, bool]:
-    """Return the value that stands in memory for one, and whether that is the cast of an argument
-    to a narrower type."""
+    """Return what stands in memory for a value, and whether it is an argument, cast narrower."""
     views, flow = program.views, program.flow
     while (maker := flow.maker(value)) is not None and views.of(value).base is not value:
         [source, *_] = maker.invars

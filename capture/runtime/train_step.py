@@ -210,8 +210,7 @@ class TrainStep(Metered):
         return self.init_from(made_by_host(self.workload.init, key))
 
     def init_from(self, params: PyTree) -> PipelineState:
-        """Return the state of a training that begins at the given parameters (a pytree as
-        ``workload.init`` returns).
+        """Return the state of a training that begins at parameters as ``init`` returns them.
 
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so.

@@ -91,8 +91,7 @@ class Attribution:
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Buffers alike: the same size, category, line and operation, of several layers or
-    micro-batches.
+    """Buffers of one size, category, line and operation, of several layers or micro-batches.
 
     Attributes:
         bytes: Size of one of them.

@@ -100,8 +100,7 @@ class StageInterface:
 
     @property
     def cotangents(self) -> tuple[int, ...]:
-        """Values whose gradient the backward program takes: its outputs', and those of inputs that
-        also pass through."""
+        """Values whose gradient the backward program takes: outputs, and inputs passed on."""
         return tuple(
             v
             for v in self.sent

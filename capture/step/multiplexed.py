@@ -66,8 +66,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class ArraySteps:
-    """The steps that train an array. Slots hold bundles (``HeldBundle``), programs are calls
-    (``SegmentCall``).
+    """The steps that train an array: slots hold bundles (``HeldBundle``), programs ``SegmentCall``.
 
     Attributes:
         body: One update of every model.

@@ -444,8 +444,7 @@ class Pipeline:
     def _summaries(
         self, reads: Sequence[tuple[Values, ...]], summaries: dict[int, Values]
     ) -> Iterator[Task | Send]:
-        """Yield the tasks and sends of the small values that every stage's update needs of all
-        others; a stage's own first."""
+        """Yield tasks and sends of what each stage's update needs of all others; own ones first."""
         for s, stage in enumerate(self.stages):
             of = "summary", "optimizer", stage.summary_bytes, Summary(s)
             summaries[s] = (Value(*of, name=f"summary@{s}"),)

@@ -118,8 +118,7 @@ class Room:
         return most, held
 
     def most_of(self, device: int, turns: Iterable[Blocks]) -> int:
-        """Return the most that the bodies of turns take, where what is used last in one ends behind
-        it."""
+        """Return the most that the bodies of turns take; each ends what is last used in it."""
         most = held = 0
         for turn in turns:
             need, held = self.most(device, turn.body, held)

@@ -112,8 +112,7 @@ class _Allocated:
 
 
 class _Window:
-    """The instructions, per memory, that are issued and not known to have finished, while a step is
-    gone through.
+    """The instructions of each memory that are issued so far and not known to have finished.
 
     An instruction is awaited through an array that it made, or, if those have been donated or freed
     meanwhile, through one that the earliest instruction made that needed them; all that led to it

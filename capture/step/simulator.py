@@ -54,8 +54,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Work:
-    """An item of a simulation, which takes time, memory, or both. Its id is its position among the
-    items.
+    """An item of a simulation, which takes time, memory, or both; its id is its position.
 
     Attributes:
         label: For people.

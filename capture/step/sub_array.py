@@ -100,8 +100,7 @@ class HeldBundle(NamedTuple):
 
 
 class SegmentCall(NamedTuple):
-    """The computation of a program of an array's step: a call of the first sub-array that makes it,
-    and its seconds."""
+    """A program of an array's step: a call of the first sub-array that makes it; seconds."""
 
     array: int
     call: Call
@@ -177,8 +176,7 @@ class Issued:
 
 
 class Uses:
-    """The segments at which a sub-array's bundles are used if all are retained: the same for all
-    decisions, found once.
+    """The segments that use a sub-array's bundles if all are retained, whatever is decided.
 
     Attributes:
         last_forward: By bundle, the last segment of the forward pass that makes or reads it.

@@ -150,8 +150,7 @@ _UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}))
 
 
 def compute_stream(name: str) -> str:
-    """Return the name of the stream on which the devices of a place compute; of a device in several
-    places, by its own name."""
+    """Return the stream on which a place computes; of a device in several, by its own name."""
     return f"{name} compute"
 
 

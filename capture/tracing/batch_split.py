@@ -145,8 +145,7 @@ def _is_number(atom: Any) -> bool:
 
 
 def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None:
-    """Return the warning for a user whose loss does not split over micro-batches; None if it
-    splits.
+    """Return the warning for a loss that does not split over micro-batches; None if it splits.
 
     Args:
         parts: Name of the parts whose number a plan chooses.

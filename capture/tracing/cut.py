@@ -89,8 +89,7 @@ def cut_loss(
 
 
 def mark_cuts(program: LossProgram) -> list[int]:
-    """Return the cut positions at the model's marks; a mark with nothing to compute before or after
-    it is no cut.
+    """Return the cut positions at marks of the model with something to compute on both sides.
 
     Raises:
         TracingError: ``trace-no-marks`` if no mark divides the program.
@@ -179,8 +178,7 @@ def _has_product(name: str, params: dict[str, object]) -> bool:
 
 
 def layers_without_marks(program: LossProgram, num_devices: int) -> int:
-    """Choose the number of layers of a loss without marks; it is the same at every micro-batch
-    size.
+    """Choose the number of layers of a loss without marks, the same at every micro-batch size.
 
     As many as it has equal blocks: a part of them where they are too many to measure, a multiple
     where they are too few for stages to differ. Never more than there are operations that apply

@@ -112,8 +112,7 @@ def casts(program: LossProgram, layers: Sequence[LayerOps]) -> tuple[Cast | None
 
 
 def split_dims(program: LossProgram) -> tuple[int | None, ...]:
-    """Return, per parameter, the dimension along which all operations that read it can be split;
-    None if there is none."""
+    """Return, per parameter, the dimension along which all its readers can be split; else None."""
     seen: dict[int, tuple[int, tuple[int, ...]]] = {
         v: (p, tuple(range(len(program.avals[v].shape)))) for p, v in enumerate(program.params)
     }

@@ -39,8 +39,7 @@ def least_kept(
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None] = recompute_bytes,
 ) -> list[Any]:
-    """Return the values to keep by a minimum cut, in program order; never more bytes than the
-    required ones.
+    """Return the values to keep by a minimum cut, in program order; no more bytes than required.
 
     Args:
         required: Variables that the backward pass reads.

@@ -100,8 +100,7 @@ class TracedModel:
         return self._batch_tree.unflatten(leaves[: self._batch_tree.num_leaves])
 
     def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
-        """Flatten a batch to leaves in the order of ``graph.batch``. The key comes last if the loss
-        takes one, and is not used otherwise.
+        """Flatten a batch in the order of ``graph.batch``; last the key, if the loss takes one.
 
         Args:
             batch: A pytree of the structure that the workload's ``batch`` returns.
@@ -410,8 +409,7 @@ def _layer_calls(
 def _stage_slice(
     graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int
 ) -> StageSlice:
-    """Return layers [first, stop) as one function: what it reads, what leaves it, and its content
-    hash.
+    """Return layers [first, stop) as one function: what it reads, what leaves it, and its key.
 
     What leaves it is what a later layer reads, be it far behind. The hash names tensors by position
     and layers by their own hash, so stages of equal layers are one program wherever they stand.

@@ -193,8 +193,7 @@ class LossProgram:
         return frozenset(found)
 
     def sunk(self) -> LossProgram:
-        """Return the program with ops that any layer could run moved to just before their first
-        user.
+        """Return the program with ops that any layer could run just before their first user.
 
         A marked value stays where it is. An op moves in front of a remat region rather than into
         it, where it would divide the region.

@@ -122,8 +122,7 @@ class LayerFunction:
         return [env[v] for v in layer.outputs]
 
     def add_to(self, values: dict[int, Any], run: RunOp | None = None) -> None:
-        """Add what the layer makes to the program's values, by number, of which those that it reads
-        are there."""
+        """Add what the layer makes to the program's values, by number, which hold what it reads."""
         values |= self._consts
         run_steps(self._steps, values, self._consts, run or _run_alone)
 
@@ -179,8 +178,7 @@ def run_steps(
     run: RunOp = _run_alone,
     carried: tuple[int, ...] = (),
 ) -> None:
-    """Run operations, and remat regions as ``jax.checkpoint``; results are added to the
-    environment.
+    """Run operations, and remat regions as ``jax.checkpoint``; add results to the environment.
 
     Args:
         consts: Constants that regions read without their being arguments.

@@ -49,8 +49,7 @@ class SplitRule:
 
 
 def split_rule(equation: JaxprEqn) -> SplitRule | None:
-    """Return the rule of a ``custom_partitioning`` equation; None if it has none that is known
-    before it is lowered.
+    """Return the rule of a ``custom_partitioning`` equation; None if none is known before lowering.
 
     A factor may be split that every result has, or that the rule calls a reduction: then the
     operation's author adds up what the devices have. One that is a part of a dimension (a compound

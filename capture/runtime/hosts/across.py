@@ -24,8 +24,7 @@ from capture.tracing.keys import is_key, words
 
 @dataclass(frozen=True)
 class ArrayMove:
-    """The move of one array of a copy from its sharding to another. Typed random keys travel as
-    their data."""
+    """The move of an array from its sharding to another; typed random keys travel as data."""
 
     shape: tuple[int, ...]
     dtype: Any

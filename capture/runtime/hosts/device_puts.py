@@ -22,8 +22,7 @@ _SOCKETS = 2
 
 
 def prepare(address: str, patience_seconds: float) -> None:
-    """Say where CPU devices listen; call it before anything asks JAX for devices. JAX takes no port
-    0 for an address.
+    """Say where CPU devices listen, before anything asks JAX for devices. It takes no port 0.
 
     Args:
         patience_seconds: For what the others say of themselves.

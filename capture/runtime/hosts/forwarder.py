@@ -79,8 +79,7 @@ class Forwarder:
         self._ports |= ports
 
     def dial(self, gate: Address, port: int, num_digits: int, renamed: Mapping[str, str]) -> int:
-        """Listen on a free port of 127.0.0.1, and forward what comes from the parent to another
-        host.
+        """Listen on a free port of 127.0.0.1, and forward what the parent sends to another host.
 
         Args:
             num_digits: Of the port that is made; the parent's first connection to it is the only
@@ -116,8 +115,7 @@ class Forwarder:
         _join(near, far, renamed)
 
     def prove(self, gate: Address, port: int) -> socket.socket:
-        """Return a connection to a port of another host, for which both sides have proven that they
-        know the secret.
+        """Return a connection to a port of another host, once both have proven to know the secret.
 
         Raises:
             OSError: If the gate is not reached.
@@ -195,8 +193,7 @@ class Forwarder:
 
 
 def is_of_process(process: int, theirs: Address, ours: Address) -> bool:
-    """Return whether the far end of a connection of 127.0.0.1 is a socket of the process; True
-    where the system does not tell.
+    """Return whether the far end of a connection of 127.0.0.1 is the process's; True if unknown.
 
     Args:
         theirs, ours: Address and port of the far and the near end.

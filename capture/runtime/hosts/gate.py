@@ -79,8 +79,7 @@ class Gate:
         return f"127.0.0.1:{answer['port']}"
 
     def meet(self, gate: str, seconds: float) -> None:
-        """Wait until another host's gate answers, and prove to each other that both know the
-        secret.
+        """Wait until another host's gate answers, and both have proven to know the secret.
 
         Raises:
             ExecutionError: ``run-hosts-secret`` if they do not, ``run-hosts-start`` if nobody

@@ -37,8 +37,7 @@ class _Shard:
 
 
 class Shards:
-    """This process's shards of an array, copied to the host: the array may be donated while they
-    are written.
+    """This process's shards of an array, copied to the host: meanwhile the array may be donated.
 
     To Orbax's array handler they are a ``jax.Array``, and to its checks they are not: it refuses
     arrays that live in one of several processes, and its handler of NumPy arrays writes in process

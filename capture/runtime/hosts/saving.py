@@ -278,8 +278,7 @@ def _params_in(step: PipelinedStep, s: int) -> list[int]:
 
 
 def _state_in(step: PipelinedStep, s: int) -> list[int]:
-    """Return the leaves of the optimizer's state that are written with a stage: what several have
-    is with the first of them."""
+    """Return the leaves of optimizer state written with a stage: shared ones with the first."""
     before = {k for stage in step.stages[:s] for k in stage.optimizer.state}
     structs = step.optimizer.state_structs
     return [k for k in step.stages[s].optimizer.state if k not in before and structs[k].size]

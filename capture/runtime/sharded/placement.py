@@ -23,8 +23,7 @@ from capture.tracing.model import TracedModel
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitLeaf:
-    """The two arrays in the place of a parameter leaf in the user's tree, of whose g slices k are
-    sharded.
+    """The two arrays in place of a leaf of the user's tree, of whose g slices k are sharded.
 
     Attributes:
         replicated: The rows that every device has.

@@ -47,8 +47,7 @@ def sharded_step(
 
 
 class ShardedStep(TrainStep):
-    """A training step of a sharding plan. Made by ``sharded_step``; compiled for absent devices, it
-    does not run."""
+    """A training step of a sharding plan; compiled for absent devices, it does not run."""
 
     def __init__(self, sharded: Sharded, compiler: AnyCompiler):
         self.sharded, self.workload, self.traced = sharded, sharded.workload, sharded.traced

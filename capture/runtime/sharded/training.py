@@ -158,8 +158,7 @@ class Sharded:
         return jax.tree.unflatten(self.optimizer.state_tree, nodes)
 
     def split(self, params: PyTree) -> Any:
-        """Return the parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the
-        same tree where there is none."""
+        """Return the parameters with a ``SplitLeaf`` for every leaf of which a part is sharded."""
         self._check(params)
         return self._tree.unflatten(
             [leaf.split(x) for leaf, x in zip(self.leaves, jax.tree.leaves(params), strict=True)]
