@@ -35,11 +35,7 @@ from capture.runtime.train_step import Fed, Metered, TrainStep
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop over the steps of a training.
-
-    Attributes:
-        last: Number of the last step.
-    """
+    """The loop over the steps of a training."""
 
     meters: Meters
     records: Records

@@ -109,13 +109,11 @@ class ArrayTraining:
     """The training of an array of models. Made by ``train_array``.
 
     Attributes:
-        plan, device: As given.
         devices, workload, optimizer: The device; those of the first model.
         models: The loss of each model, with its examples in an update.
         microbatch_sizes: The examples of a batch of the first model, which is not cut.
         updates_last: Updates come with the backward passes.
         fusers: By what models train.
-        programs: What is compiled.
         arrays: By sub-array, its models as one program.
     """
 

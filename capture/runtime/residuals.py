@@ -73,7 +73,6 @@ class Residuals:
         flow: The forward pass: of parameters, inputs and batch leaves; to outputs, and what
             ``jax.vjp`` saves.
         num_params, num_inputs: Of its inputs; the others are of the batch.
-        num_outputs: Of its outputs.
         returns_outputs: Whether outputs may be kept as they are.
 
     Attributes:

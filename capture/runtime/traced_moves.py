@@ -88,7 +88,6 @@ class Moves:
         they have any, where these are split over replicas.
 
         Args:
-            value: The operand.
             batch: Its dimensions of the batch.
             base: What it is of, an argument or the result of a product.
         """
@@ -129,7 +128,6 @@ class Moves:
         """Return whether a library can read a value that lies in an order.
 
         Args:
-            value: The operand.
             order: Of its dimensions.
             summed, batch: Those that are summed over, and those of the batch.
         """

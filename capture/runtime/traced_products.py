@@ -37,7 +37,6 @@ class Product:
     """A product of a program.
 
     Attributes:
-        at: Its position.
         sizes: Batches, rows, columns and terms on one device, as expected.
         summed: The axes over which its results are parts of a sum.
     """

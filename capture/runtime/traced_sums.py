@@ -70,7 +70,6 @@ class _Parts:
         nbytes: Of what is summed.
         may_be_split, is_split: Whether it may stay split, or is expected to.
         is_done: Whether something is computed of the sum.
-        joined: The one that it is added to.
     """
 
     level: int

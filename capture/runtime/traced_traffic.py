@@ -102,11 +102,7 @@ def _steps(
     written: frozenset[object],
 ) -> Sequence[_Step]:
     """Return the large products, and all that the written values are computed from, between what
-    stands in memory.
-
-    Args:
-        products: Positions of the large products.
-    """
+    stands in memory."""
     wanted = set(written)
     for equation in reversed(program.equations):
         if wanted.isdisjoint(equation.outvars) or equation.outvars[0] in made:
@@ -135,7 +131,6 @@ class _Ends:
     """The values of a program that stand in memory, and what its products end with.
 
     Args:
-        products: Positions of the large products.
         summed: Those of them whose results are parts of a sum over devices: nothing follows in
             them.
 

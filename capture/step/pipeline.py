@@ -87,9 +87,6 @@ class StageCall(NamedTuple):
 def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
     """Return the seconds of every program of a pipeline's step, by its name.
 
-    Args:
-        times: One per stage.
-
     Raises:
         ExecutionError: ``timeline-stages`` if there is not one ``StageTimes`` per stage.
     """

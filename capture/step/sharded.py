@@ -193,7 +193,6 @@ class _Operators:
     ``gathered``, ``prefetched`` and ``gradients``; they hold what an operator's number names.
 
     Attributes:
-        place: All devices.
         state: Parameters and optimizer state, by operator.
     """
 

@@ -57,7 +57,6 @@ class Work:
     """An item of a simulation, which takes time, memory, or both; its id is its position.
 
     Attributes:
-        label: For people.
         streams: All are occupied from beginning to end: a transfer occupies the sender's link and
             the receiver's, a collective the links of all. An item without streams waits for nothing
             but ``after``.

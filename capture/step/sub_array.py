@@ -25,7 +25,6 @@ class Bundle:
 
     Attributes:
         name: For people and plans: ``layer 3 maps 0``.
-        category: As in the ledger.
         nbytes: Of all of them.
         writer: Segment that makes them; None for state and what is fed.
         readers: Segments that read them, ascending.

@@ -134,7 +134,6 @@ def kept(
         saved: Variables that ``jax.vjp`` saves.
         free: Variables that cost nothing.
         boundary: Values between layers.
-        nbytes: Gives the bytes of a variable.
         fuse_operands: Whether operands of products are fused into them (``Products``).
     """
     stops = set(boundary)
@@ -181,7 +180,6 @@ def going_backwards(jaxpr, product, there: set, nbytes: Callable[[object], int])
     Args:
         product: Equation of the product of the forward pass; None without one.
         there: Variables that are kept, and those that cost nothing.
-        nbytes: Gives the bytes of a variable.
     """
     most, equations, there = 0, list(jaxpr.eqns), set(there)
     for equation in equations:

@@ -44,7 +44,6 @@ def least_kept(
     Args:
         required: Variables that the backward pass reads.
         from_data: Variables that depend on more than parameters; the others are made again.
-        nbytes: What keeping a variable costs.
         recompute: What running an equation again costs, in bytes of traffic; None: never.
     """
 

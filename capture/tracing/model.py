@@ -45,7 +45,6 @@ class TracedModel:
         casts: Cast through which all layers read a parameter, if they do (``leaf_uses``), by
             parameter.
         auto_layers: Whether the layers were cut automatically, not at marks or products.
-        growth: Growth of the values that pass between layers.
         remat: What the backward pass of every layer recomputes, where a stage says nothing else.
     """
 
@@ -159,7 +158,6 @@ def trace(
     **Assumes** that the traced program does not depend on the values of parameters or data.
 
     Args:
-        workload: The task.
         microbatch_size: Examples in one micro-batch, at least 1.
         num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x,
             "layer_boundary")``: k marks make k + 1 layers, and a scan with a mark in its body is

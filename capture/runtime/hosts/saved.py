@@ -91,7 +91,6 @@ def check_folders(
     Args:
         save: Where it saves its state; None for nowhere.
         restore: Where it goes on from; None from its beginning.
-        num_steps: Its updates.
         often: Whether it saves before its end, too.
         until: The step after which it ends, instead of after ``num_steps`` more.
 

@@ -53,7 +53,6 @@ class Starter(Protocol):
 
         Args:
             plan: Of stages that are within nodes, or on whole ones.
-            training: Fields of ``capture.runtime.training.Training``.
 
         Raises:
             ExecutionError: ``run-host-lost``, if trying again may help; all else ends the run.

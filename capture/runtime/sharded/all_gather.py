@@ -59,7 +59,6 @@ class ParamArray:
     """One of the arrays that an operation reads parameters from.
 
     Attributes:
-        part: Where it belongs.
         cast: Element-wise ops that come before the all-gather, so that less is sent.
     """
 

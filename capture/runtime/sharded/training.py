@@ -74,14 +74,9 @@ class Sharded:
     """A sharding plan of a workload on a mesh.
 
     Args:
-        workload: The task.
         plan: With the names of its operators' parameters.
         mesh: All of its axes are data-parallel.
         traced: The workload, cut at products.
-
-    Attributes:
-        workload, plan, mesh, traced: As given.
-        leaves: Where each of the parameters is.
     """
 
     def __init__(

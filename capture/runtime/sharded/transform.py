@@ -121,7 +121,6 @@ class _Runner:
 
     Attributes:
         differentiated: Those that a gradient of the loss goes through.
-        read_again: See ``_read_again``.
         prefetch: Whether an all-gather may start with the operation before; not in the model's
             remat regions.
     """
