@@ -100,6 +100,7 @@ class Slot:
 
     Attributes:
         name: Unique in a step.
+        place: Where they are.
         category: Category of its bytes in the ledger.
         nbytes: Bytes per device.
         what: What the arrays are, in the words of the builder.
