@@ -28,8 +28,6 @@ def drawn(plan: ArrayPlan, workloads: Sequence[WorkloadProtocol], update: int) -
     for all where the plan shares them, by the seed of the first.
 
     Args:
-        plan: Of the array.
-        workloads: By model.
         update: From 0 on.
     """
 
@@ -49,8 +47,6 @@ def stacked(plan: ArrayPlan, traced: Sequence[TracedModel], batch: Any, update: 
     """Return the batch leaves of all sub-arrays, on the host, and keys of every model.
 
     Args:
-        plan: Of the models.
-        traced: Each of them.
         batch: One batch per model, or one for all where the plan shares them.
         update: For which, from 0 on.
 

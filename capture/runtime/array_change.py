@@ -15,8 +15,7 @@ Fusers = Mapping[ArrayTask, Fuser]
 
 
 def without(plan: ArrayPlan, kept: Sequence[int], fusers: Fusers) -> ArrayPlan:
-    """Return the plan with only the models ``kept``, in that order. Sub-arrays that lose all their
-    models are removed."""
+    """Return the plan with only the models ``kept``, in that order, and no empty sub-array."""
     groups = [
         (a, [kept.index(model) for model in group if model in kept])
         for a, group in enumerate(plan.partition)

@@ -28,8 +28,6 @@ def compared(
     off; also by how much they would be, trained alone, were their gradients off by a rounding.
 
     Args:
-        plan: Of the array.
-        fusers: By model, its programs.
         begins: By model, the parameters with which it begins.
         params_of: Gives those with which a model of the array ends.
         batches: Batches of the models, of every update from the first on.

@@ -22,13 +22,7 @@ from capture.step.program import Run, Slot, Step
 
 
 class ArrayList(Metered):
-    """The prologue, the body or the epilogue of an array.
-
-    Args:
-        plan, arrays, programs: The models, as programs of sub-arrays, and what compiles these.
-        steps: All lists of the array.
-        program: This one.
-    """
+    """The prologue, the body or the epilogue of an array."""
 
     def __init__(
         self,
@@ -69,7 +63,6 @@ class ArrayList(Metered):
             batch: The leaves of all sub-arrays (``capture.runtime.array_batches.stacked``); None
                 for the end of an update that was begun.
             key: Not read: models draw by their own seeds.
-            observer: Called before every instruction.
         """
         check_array_state(state, self.program)
         batches = [] if state.ahead is None else [state.ahead[0]]

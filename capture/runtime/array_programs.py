@@ -24,11 +24,6 @@ class ArrayPrograms:
 
     Args:
         device: That all of it runs on, or one that stands for it.
-        compiler: Compiles for it.
-
-    Attributes:
-        device: As given.
-        executables: By name.
     """
 
     def __init__(self, device: jax.Device, compiler: AnyCompiler):

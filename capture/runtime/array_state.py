@@ -103,8 +103,6 @@ class StateRows:
         partition: Models of each sub-array.
         arrays: These, as one program each.
         optimizers: Of one model of each.
-        body: The step whose state it is.
-        sharding: Of what lies in a place.
     """
 
     partition: Sequence[Sequence[int]]

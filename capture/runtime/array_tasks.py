@@ -35,13 +35,7 @@ def wrong_hyperparameters(
     tasks: Sequence[ArrayTask],
     models: Sequence[Member],
 ) -> Iterator[Violation]:
-    """Yield a violation for each hyperparameter that a model's own optimizer does not take.
-
-    Args:
-        optimizers: By task.
-        tasks: Of each model.
-        models: As many.
-    """
+    """Yield a violation for each hyperparameter that a model's own optimizer does not take."""
     for task in dict.fromkeys(tasks):
         own = [model for model, of in zip(models, tasks, strict=True) if of == task]
         yield from hyperparameter_violations(optimizers[task], own)
@@ -49,11 +43,7 @@ def wrong_hyperparameters(
 
 def unlike_shared(arrays: Mapping[ArrayTask, FusedArray]) -> Iterator[Violation]:
     """Yield a violation for each program that has other shared parameters or batches, or reads them
-    in other parts: what is there once is one for all.
-
-    Args:
-        arrays: By task, of any number of models.
-    """
+    in other parts: what is there once is one for all."""
     (first, known), *others = ((task, _shared(array)) for task, array in arrays.items())
     for task, found in others:
         if found != known:

@@ -95,7 +95,6 @@ def needs_of(graph: LayerGraph, num_microbatches: int, stages: Sequence[Reader])
 
     Args:
         graph: At the size of a micro-batch.
-        num_microbatches: M.
         stages: Those with devices of this process.
     """
     return [_need(graph, b, num_microbatches, stages) for b in range(len(graph.batch))]

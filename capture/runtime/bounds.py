@@ -170,32 +170,24 @@ class Bounder:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Memory:
     """The bytes per device that a program takes beside its arguments; see the module.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         fresh: Bytes per device of the results that no donated argument holds.
         least_fresh: The same, at least.
         lent: What donated arguments may lend before results are written to them.
-        rules: Of the compiler.
         num_devices: That share what the program computes.
     """
 
-    def __init__(
-        self,
-        program: TracedProgram,
-        split: ValueSplit,
-        fresh: Mapping[object, int],
-        least_fresh: Mapping[object, int],
-        lent: Lent,
-        rules: Bounder,
-        num_devices: int,
-    ):
-        self._program, self._split = program, split
-        self._lent, self._rules, self._num_devices = lent, rules, num_devices
-        self._fresh, self._least_fresh = fresh, least_fresh
+    _program: TracedProgram
+    _split: ValueSplit
+    _fresh: Mapping[object, int]
+    _least_fresh: Mapping[object, int]
+    _lent: Lent
+    _rules: Bounder
+    _num_devices: int
 
     def least(self) -> int:
         """Return the lower bound: over the products, the most that has to be there while one runs,

@@ -142,9 +142,7 @@ def check_restorable(
     """Refuse a folder that a training cannot go on from, before its step is traced.
 
     Args:
-        directory: That ``save`` was given.
         workloads: Of each model, of which only the shapes are found.
-        hosts: The processes that share the training.
         of_array: Whether it trains an array, whose optimizer states are compared by ``restore``
             alone.
 
@@ -171,11 +169,7 @@ def check_restorable(
 
 
 def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> list[int]:
-    """Return the steps of complete checkpoints that may be read, the best first.
-
-    Raises:
-        ExecutionError: ``checkpoint-missing``, ``checkpoint-not-shared``.
-    """
+    """Return the steps of complete checkpoints that may be read, the best first."""
     if hosts is not None:
         hosts.check_alike(f"checkpoints in {str(directory)!r}", complete_steps(directory))
     return candidates(directory, num_steps)
@@ -184,11 +178,7 @@ def _candidates(directory: Path, num_steps: int | None, hosts: Hosts | None) -> 
 def _read(
     step: Trained, path: Path, models: Sequence[int] | None
 ) -> tuple[Callable[[], Any] | None, str]:
-    """Return a function that makes the state of a checkpoint, or why the checkpoint cannot be read.
-
-    Raises:
-        ExecutionError: If it is of something else.
-    """
+    """Return a function that makes a checkpoint's state, or why that cannot be read."""
     try:
         marker, together = read_marker(path), shared(step)
         sources, own = _checked(step, marker, models, path), None
@@ -226,12 +216,7 @@ def shared(step: Trained) -> PipelinedStep | None:
 def _checked(
     step: Trained, metadata: Mapping[str, object], models: Sequence[int] | None, path: Path
 ) -> Sources:
-    """Return where the step's leaves are in a checkpoint, once that is known to have them all.
-
-    Raises:
-        ExecutionError: ``checkpoint-schema``, ``checkpoint-models``, ``checkpoint-other-model``,
-            ``checkpoint-other-optimizer``.
-    """
+    """Return where the step's leaves are in a checkpoint, once that is known to have them all."""
     replace(CHECKPOINT, name=f"checkpoint {str(path)!r}").check(metadata)
     trained = Models(step)
     sources = Sources(trained.structs, metadata, models, trained.shared)
@@ -242,11 +227,7 @@ def _checked(
 def _check_alike(
     expected: Sequence[Mapping[str, object]], saved: Sequence[Mapping[str, object]]
 ) -> None:
-    """Refuse parameters and optimizer state of other shapes.
-
-    Raises:
-        ExecutionError: ``checkpoint-other-model``, ``checkpoint-other-optimizer``.
-    """
+    """Refuse parameters and optimizer state of other shapes."""
     names = (
         ("the model", "checkpoint-other-model"),
         ("the model's optimizer state", "checkpoint-other-optimizer"),

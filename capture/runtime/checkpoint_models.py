@@ -15,7 +15,6 @@ from capture.errors import ExecutionError
 from capture.model.workload import PyTree
 from capture.runtime.array_state import ArrayState
 from capture.runtime.hosts.saved import check_models
-from capture.runtime.layerwise import leaf_numbers
 from capture.runtime.multiplexed import ArrayTraining
 from capture.runtime.state import PipelineState
 from capture.runtime.train_step import TrainStep
@@ -49,9 +48,6 @@ def described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 class Models:
     """The models that a step trains, as a checkpoint holds them.
 
-    Args:
-        step: Of one model, or of an array.
-
     Attributes:
         count: Models of an array; None of one alone, whose paths begin with no number.
         shared: Paths of parameters that all models have alike.
@@ -69,10 +65,9 @@ class Models:
             fusers = [step.fuser(model) for model in range(self.count)]
             each = [(fuser.traced, fuser.optimizer.sliced) for fuser in fusers]
             first = fusers[0]  # models of one workload share
-            numbers = leaf_numbers(first.traced)
-            shared = {numbers[p] for p in first.optimizer.shared}
-            paths = by_path(first.traced.params_struct)
-            self.shared = frozenset(path for n, path in enumerate(paths) if n in shared)
+            shared, paths = first.optimizer.shared, by_path(first.traced.params_struct)
+            rows = zip(paths, first.traced.rows, strict=True)
+            self.shared = frozenset(path for path, own in rows if not shared.isdisjoint(own))
         self.structs = (
             [traced.params_struct for traced, _ in each],
             [optimizer.state_struct for _, optimizer in each],
@@ -119,7 +114,6 @@ class Sources:
 
     Args:
         structs: By model that is to go on, of its parameters and of its optimizer's state.
-        metadata: Of the checkpoint.
         models: Its models that go on; None for all.
         shared: Paths of parameters that all models have alike.
 

@@ -127,7 +127,6 @@ def decompose(
     """Trace a loss, and make every layer callable alone. Nothing is allocated.
 
     Args:
-        workload: The task.
         microbatch_size: Examples that a call takes.
         num_layers, unmarked_layers: Into how many layers it is cut: see ``trace``.
 

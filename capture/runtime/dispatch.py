@@ -42,9 +42,7 @@ class BoundStep:
     """A step that can be executed.
 
     Args:
-        step: The instructions, of any kind of plan.
         executable: Gives what a ``Run`` calls; it is not asked for those of other processes.
-        layout: Shapes and shardings of the arrays of a slot.
         part: What this process executes of it, where several share the step; all if None.
         calls: Programs, by name, whose executables are not called on the arrays of their slots one
             after the other.
@@ -115,10 +113,8 @@ class BoundStep:
         Args:
             state: Per persistent slot its arrays; consumed. Of several processes, each has those
                 of its places.
-            microbatches: Per part of the batch, its leaves.
             stop: Before this instruction; None for all.
             bound_run_ahead: Whether the host waits so that devices hold no more than is booked.
-            observer: Called before every instruction with it and the arrays of all slots.
 
         Returns:
             The state after the step, by slot, and what it reports; they need not be ready yet.
@@ -143,10 +139,9 @@ class BoundStep:
         left: Mapping[str, int] = step.persistent | step.made
         if stop is not None:
             left = {slot.name: number for number, slot in enumerate(step.slots)}
-        found = {name: frame.slots[slot] for name, slot in left.items()}
-        return {
-            name: arrays for name, arrays in found.items() if arrays is not None
-        }, frame.reported
+        found = ((name, frame.slots[slot]) for name, slot in left.items())
+        alive = {name: arrays for name, arrays in found if arrays is not None}
+        return alive, frame.reported
 
     @cached_property
     def _held(self) -> dict[int, int]:
@@ -298,8 +293,7 @@ def placed(
 
 
 def to_host(array: jax.Array) -> Any:
-    """Return a NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default
-    device."""
+    """Return a NumPy array; typed random keys stay JAX arrays, on the default device."""
     if is_key(array):
         return jax.random.wrap_key_data(
             jnp.asarray(np.asarray(jax.random.key_data(array))), impl=jax.random.key_impl(array)

@@ -24,9 +24,7 @@ class Fetch:
     """A piece for one device.
 
     Attributes:
-        source, target: The devices.
         piece: Which of the cuts of the source's shard; None takes the shard whole.
-        shape: Of the piece.
     """
 
     source: jax.Device
@@ -57,7 +55,6 @@ def plan_fetches(shape: tuple[int, ...], src: Sharding, dst: Sharding) -> Fetche
     process, else the replica with the least to send so far, the first of equal ones.
 
     Args:
-        shape: Global shape.
         src, dst: Shardings before and after, on devices of any process.
     """
     cuts: defaultdict[jax.Device, list[Box]] = defaultdict(list)

@@ -30,7 +30,6 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Member, Shared
 from capture.plan.choices import Remat
 from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
-from capture.runtime.segment import Segment
 from capture.step.sub_array import Bundle, StepSegment
 from capture.tracing import trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
@@ -39,6 +38,7 @@ from capture.tracing.jaxprs import in_groups
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.outline import outline, outlined
 from capture.tracing.program import LossProgram
+from capture.tracing.segment import Segment
 from capture.tracing.slices import struct_of
 
 #: The categories of parameters that all models have alike, and of what all read of a batch.
@@ -49,15 +49,9 @@ class Fuser:
     """A maker of joint steps of as many models as one likes, all of one task.
 
     Args:
-        workload: The task of every model.
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
         shared: Patterns of paths of parameters that all models share, or a predicate on paths.
-        shared_batches, bundle_bytes, remat: As of the plan.
-
-    Attributes:
-        traced: The loss of one model.
-        optimizer: Of one model.
 
     Raises:
         PlanError, WorkloadError, TracingError: Those of ``shared_params``, ``LayerwiseOptimizer``
@@ -102,8 +96,7 @@ class Fuser:
         return jax.jit(self.workload.optimizer.init)
 
     def sharing(self, params: Sequence[np.ndarray], first: Mapping[int, object]) -> list[Any]:
-        """Return a model's parameters of the layer graph, with those of the first model that all
-        share."""
+        """Return a model's parameters, with those of the first model that all share."""
         return [first[p] if p in self.optimizer.shared else own for p, own in enumerate(params)]
 
     def key(self, num_models: int) -> str:
@@ -123,13 +116,10 @@ class FusedArray:
     """The joint step of several models that differ in values alone (``SubArray``).
 
     Args:
-        fuser: The loss and the optimizer of one model, and what models share.
-        num_models: How many.
         document: Its outline, in the place of tracing it: what plans need of it, and nothing that
             could run.
 
     Attributes:
-        program: All operations of an update of all models.
         layers: By segment, its operations.
         values: By bundle, the values of the program that it holds.
         renewed: By bundle of state, their new values; empty where nothing replaces them.

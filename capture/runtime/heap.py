@@ -39,7 +39,6 @@ class HeapMeasurement:
     itself waits for a device.
 
     Attributes:
-        source: The counter.
         before_bytes, peak_bytes: What malloc had given to the whole process.
         booked_bytes, scratch_bytes, unreturned_bytes, fed_bytes, object_bytes: The most that the
             step may add, part by part; devices need not reach their peaks together.
@@ -89,7 +88,6 @@ def measure_heap(
     It counts the whole process, so the first step of a process, which compiles, tells nothing.
 
     Args:
-        step, state, batch, key: As for ``measure_step``.
         observer: Called before every instruction, and the counter is read after it, too.
 
     Returns:
@@ -170,8 +168,7 @@ def _most(found: Counter[Memory], place: Place, nbytes: int) -> None:
 
 
 def _given_back(step: Step, run: Run) -> int:
-    """Return the bytes that a program frees on a device when it ends: temporaries, and what was
-    donated to it."""
+    """Return the bytes that a program frees when it ends: temporaries, and what was donated."""
     made = sum(step.slots[slot].nbytes for slot in run.outputs)
     donated = sum(step.slots[slot].nbytes for slot in run.donated)
     return max(0, step.programs[run.program].transient_bytes - made + donated)

@@ -66,8 +66,7 @@ def layer_by_layer(
 def parameters_in_turn(
     function: Callable[..., Sequence[object]], groups: Sequence[Sequence[object]]
 ) -> Any:
-    """Return what a forward pass returns, where no parameter of a layer is read before the layer in
-    front of it begins.
+    """Run a forward pass that reads no parameter before the layer in front of its own begins.
 
     Args:
         function: The pass, its operations in the scopes of their layers.

@@ -39,16 +39,13 @@ class LayerwiseOptimizer:
     """The optimizer of a model of an array, cut by the layers that own the parameters.
 
     Args:
-        workload, traced: The task, and its loss.
         shared: Parameters that all models share.
 
     Attributes:
-        shared: As given.
         stages: Its parts, by layer.
         hyperparameters: Leaf of the optimizer's state, by the name of the hyperparameter that it
             is.
         scheduled: Names of those that every update computes from a schedule.
-        workload: As given.
 
     Raises:
         WorkloadError: ``array-shared-updated`` for an optimizer that would update a shared
@@ -95,7 +92,6 @@ def shared_params(traced: TracedModel, shared: Shared) -> frozenset[int]:
     """Return the parameters of the layer graph that all models of an array share.
 
     Args:
-        traced: The model.
         shared: Patterns of paths such as ``"base/*"``, where ``*`` is any text, ``/`` too; or a
             predicate on paths.
 
@@ -131,16 +127,7 @@ def param_paths(traced: TracedModel) -> list[str]:
     """Return the path of the user's leaf that each parameter of the layer graph is (a part of)."""
     leaves = [path for path, _ in jax.tree.leaves_with_path(traced.params_struct)]
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path in leaves]
-    return [paths[leaf] for leaf in leaf_numbers(traced)]
-
-
-def leaf_numbers(traced: TracedModel) -> list[int]:
-    """Return the number of the user's leaf that each parameter of the graph is (a part of)."""
-    found = []
-    for leaf, struct in enumerate(jax.tree.leaves(traced.params_struct)):
-        dim = traced.stacked.get(leaf)
-        found += [leaf] * (1 if dim is None else struct.shape[dim])
-    return found
+    return [path for path, rows in zip(paths, traced.rows, strict=True) for _ in rows]
 
 
 def _matches_nothing(what: str, paths: Sequence[str]) -> Violation:
@@ -207,8 +194,7 @@ def _injected_name(path: Sequence[object]) -> str:
 
 
 def _scheduled_name(path: Sequence[object]) -> str:
-    """Return the hyperparameter whose schedule keeps a leaf of an optimizer's state; empty if none
-    does."""
+    """Return the hyperparameter whose schedule keeps a leaf of an optimizer's state; else empty."""
     names = [getattr(key, "name", None) for key in path]
     at = names.index(_SCHEDULED) + 1 if _SCHEDULED in names else len(path)
     return _key_of(path[at]) if at < len(path) else ""

@@ -122,10 +122,8 @@ class StageLayout:
 
     Args:
         graph: The model's layers, as ``ModelSharding.graph`` of the choice.
-        choice: How the devices share the work.
         devices: Replicas first; none for programs that are traced and never compiled.
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"``.
-        update: The stage's slice of the optimizer.
     """
 
     def __init__(
@@ -149,8 +147,7 @@ class StageLayout:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
-        """Return the sharding of a value or batch leaf: split along its batch dimension where that
-        is even, else whole on every device."""
+        """Return the sharding of a value or leaf: split along its batch if even, else whole."""
         if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.choice.data_parallel:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
@@ -237,8 +234,7 @@ def on_host(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def shard_bytes(array: Any) -> int:
-    """Return the bytes that an array, or the structure of one with its sharding, takes on each of
-    its devices."""
+    """Return the bytes that an array, or its structure, takes on each of its devices."""
     return math.prod(array.sharding.shard_shape(array.shape)) * int(array.dtype.itemsize)
 
 

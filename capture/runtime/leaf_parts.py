@@ -10,29 +10,23 @@ refused. Branches of a ``lax.cond`` are looked into (``optax.MultiSteps``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn
 
 from capture.errors import WorkloadError
 from capture.model.graph import content_hash
 from capture.runtime.optimizer import TracedOptimizer, owner_of_result
-from capture.tracing.jaxprs import is_variable, variables
+from capture.tracing.jaxprs import is_variable, primitives, variables
 from capture.tracing.model import TracedModel
 
 #: Operations whose results follow element by element from operands of one shape, or scalars.
-_ELEMENTWISE = frozenset(
-    re.findall(
-        r"\w+",
-        "abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp "
-        "exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
-        "nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square "
-        "stop_gradient sub tanh xor",
-    )
-)
+_ELEMENTWISE = primitives("""
+    abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2
+    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pow reduce_precision rem round rsqrt select_n sign sin sqrt square
+    stop_gradient sub tanh xor""")
 
 
 def traced_optimizer(
@@ -41,17 +35,14 @@ def traced_optimizer(
     """Return the update of a traced model, over parameters as stages hold them.
 
     Args:
-        optimizer: An optax transformation.
-        traced: The model.
-        unread: Parameters of its layer graph that the loss does not read.
+        unread: Parameters of the model's layer graph that the loss does not read.
 
     Raises:
         WorkloadError: ``optimizer-stacked`` if it would train the layers of a stacked leaf in
             another way than the leaf.
     """
     layers = TracedOptimizer(optimizer, traced.split_struct, unread)
-    leaves = jax.tree.leaves(traced.params_struct)
-    counts = {leaf: leaves[leaf].shape[dim] for leaf, dim in traced.stacked.items()}
+    counts = {leaf: len(traced.rows[leaf]) for leaf in traced.stacked}
     for leaf, name in _updated_otherwise(optimizer, traced.params_struct, layers, counts):
         raise WorkloadError.of(
             f"the optimizer updates {name}, which a scan stacks over {counts[leaf]} layers, in "
@@ -68,7 +59,6 @@ def check_rows(optimizer: object, whole: object, parts: object, counts: Mapping[
     """Refuse an optimizer that would train the rows of a leaf in another way than the leaf.
 
     Args:
-        optimizer: An optax transformation.
         whole: Shapes of the parameters.
         parts: The same tree, where leaves are held in parts with these in their place.
         counts: Parts of each such leaf.

@@ -29,8 +29,7 @@ def of_examples(work: ProgramWork | None) -> ProgramWork | None:
 
 
 def along_sequence(work: ProgramWork | None, degree: int) -> ProgramWork | None:
-    """Return the work whose traffic is split over devices also where tensor parallelism does not
-    split it."""
+    """Return the work whose traffic is also split where tensor parallelism does not split it."""
 
     def split(traffic: Sequence[Kernel]) -> Sequence[Kernel]:
         shares = (1, degree, 1, degree)

@@ -45,8 +45,6 @@ def held_results(
     """Return the results that donated arguments may hold, by position, and the bytes of those.
 
     Args:
-        donated: Structures of the arguments.
-        results: Structures of all results.
         nbytes: Bytes per device of each result, at least.
     """
     left, found = list(range(len(donated))), dict[int, int]()
@@ -78,7 +76,6 @@ def lendable(
     or the other is there. (Sums of gradients are such.)
 
     Args:
-        program: Traced.
         donated: Arguments, as variables and structures.
         held: Results, as variables, that donated arguments of so many bytes may hold.
     """

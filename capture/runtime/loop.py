@@ -35,12 +35,7 @@ from capture.runtime.train_step import Fed, Metered, TrainStep
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop over the steps of a training.
-
-    Attributes:
-        meters, records, warnings, saves: What follows it.
-        last: Number of the last step.
-    """
+    """The loop over the steps of a training."""
 
     meters: Meters
     records: Records
@@ -120,10 +115,6 @@ class Meters:
     """The measurements of a training: of each list of instructions the first execution under the
     meter of live arrays; of those after it the last under malloc's, or traced.
 
-    Args:
-        executions: What is executed, in order.
-        training: With what is asked for.
-
     Attributes:
         measured: Of all that were measured; None if none was yet.
 
@@ -164,8 +155,7 @@ class Meters:
         return number not in self._first and number != self._last
 
     def execute(self, number: int, step: Metered, fed: Fed, state: object) -> tuple[Any, Any]:
-        """Execute a list of instructions, and return the state and the loss of the update that is
-        complete."""
+        """Execute a list of instructions; return the state, and the loss of a complete update."""
         batch, key = fed
         if number in self._first:
             found = measure_step(step, state, batch, key, strict=self._check)
@@ -206,8 +196,6 @@ class Saves:
     """The checkpoints of a training.
 
     Args:
-        step: What is trained.
-        training: With where and when its state is saved.
         done: Steps with which it begins.
     """
 

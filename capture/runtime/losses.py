@@ -11,14 +11,7 @@ from capture.tracing.batch_split import check_split, split_warning
 
 
 class LossWarnings:
-    """The warnings of a training, each of which is told as soon as it is known.
-
-    Attributes:
-        said: All of them.
-
-    Args:
-        report: Takes lines of progress.
-    """
+    """The warnings of a training, each of which is told as soon as it is known."""
 
     def __init__(self, report: Callable[[str], None]):
         self.said: list[str] = []
@@ -43,12 +36,7 @@ class LossWarnings:
             self._say(warning)
 
     def step(self, number: int, losses: Iterable[float]) -> None:
-        """Warn once of a loss that is no number, or infinite.
-
-        Args:
-            number: Of the step, from 1.
-            losses: Of the step: one, or one of each model.
-        """
+        """Warn once of a loss that is no number, or infinite."""
         wrong = [loss for loss in losses if not math.isfinite(loss)]
         if wrong and self._is_number:
             self._is_number = False

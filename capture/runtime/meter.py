@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from capture.runtime.process_memory import ResidentSetMeter
 from capture.runtime.train_step import Metered
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
+
+ALLOCATOR = "allocator high-water mark since the process began (memory_stats peak_bytes_in_use)"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,6 @@ class Measurement:
         waiting_peak_bytes: Of each of the devices of ``peak_bytes_per_device``, the most that was
             offered to other processes and not acknowledged; 0 unless strict.
         loss: What the step returned; a list of several models, None of an update that only begins.
-        state: After the step.
         host_peak_bytes: Of the slots of a step that keeps some on the host; else 0.
     """
 
@@ -97,9 +98,7 @@ def measure_step(
     order.
 
     Args:
-        step: Compiled.
         state: Consumed; go on with ``Measurement.state``.
-        batch, key: As for the step.
         strict: Compare the booked ledger with the live arrays before every instruction and after
             the last.
 
@@ -108,11 +107,7 @@ def measure_step(
             booked.
     """
     jax.block_until_ready(state)
-    live, allocator, resident = (
-        LiveArrayMeter.of(step, strict=strict),
-        AllocatorMeter([device for device in step.devices if _is_here(device)]),
-        ResidentSetMeter(),
-    )
+    live, resident = LiveArrayMeter.of(step, strict=strict), ResidentSetMeter()
     resident.start()
     state, metrics = step(state, batch, key, observer=live)
     loss = metrics.loss
@@ -120,8 +115,8 @@ def measure_step(
     live.finish()
     jax.block_until_ready(state)
     peaks, meter = live.peak_bytes_per_device, live.meter
-    if (allocated := allocator.peak_bytes_per_device) is not None:
-        peaks, meter = allocated, allocator.meter
+    if (allocated := allocator_peaks(filter(_is_here, step.devices))) is not None:
+        peaks, meter = allocated, ALLOCATOR
     return Measurement(
         peaks,
         meter,
@@ -137,8 +132,7 @@ def measure_step(
 
 
 class LiveArrayMeter:
-    """The peak per memory, from the arrays that are alive and the buffer assignment of the program
-    that is about to run.
+    """The peak per memory, from live arrays and the buffer assignment of the program to run next.
 
     An observer of the execution of any step; then ``meter.finish()``. Arrays that were alive before
     the step and are not its state (the caller's batch, other models) are left out.
@@ -146,12 +140,10 @@ class LiveArrayMeter:
     **Assumes** that nothing else in the process makes or drops arrays during the step.
 
     Args:
-        step: The step that it will observe.
         devices: By device id of the step.
         transient_bytes: Gives what the executable that an instruction runs needs while it runs.
         strict: Book the instructions in a ledger too, and compare the two before every instruction,
             and with the live arrays what waits to be pulled.
-        transport: To other processes.
     """
 
     def __init__(
@@ -339,21 +331,8 @@ def _is_here(device: jax.Device) -> bool:
     return device.process_index == jax.process_index()
 
 
-class AllocatorMeter:
-    """The high-water mark of each device's allocator. It cannot be reset: it is that of the step
-    only in a fresh process.
-
-    Args:
-        devices: In the order of the plan.
-    """
-
-    meter = "allocator high-water mark since the process began (memory_stats peak_bytes_in_use)"
-
-    def __init__(self, devices: Sequence[jax.Device]):
-        self._devices = devices
-
-    @property
-    def peak_bytes_per_device(self) -> tuple[int, ...] | None:
-        """The peaks; None where the platform keeps no such statistics (CPU)."""
-        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
-        return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)
+def allocator_peaks(devices: Iterable[jax.Device]) -> tuple[int, ...] | None:
+    """Return the high-water mark of each device's allocator; None where the platform keeps no such
+    statistics (CPU). It cannot be reset: it is that of the step only in a fresh process."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)

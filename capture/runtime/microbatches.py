@@ -26,8 +26,7 @@ def split_examples(
     needs: Sequence[Need] = (),
     of: str = "",
 ) -> list[list[Any]]:
-    """Return, per part, the leaves of ``graph.batch`` on the host, the part's own key last if the
-    loss takes one.
+    """Return, per part, the leaves of ``graph.batch`` on the host, its own key last if any.
 
     Args:
         traced: At any micro-batch size.
@@ -66,11 +65,7 @@ def split_examples(
 
 
 def _leaves_of(traced: TracedModel, batch: PyTree, key: Any, of: str) -> list[Any]:
-    """Return the leaves of a batch on the host, and a random key, in the order of the layer graph.
-
-    Raises:
-        ExecutionError: ``run-batch`` for a batch of another structure.
-    """
+    """Return the host's leaves of a batch, and a random key, in the order of the layer graph."""
     try:
         return traced.batch_leaves(batch, key)
     except ValueError:

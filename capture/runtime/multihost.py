@@ -140,7 +140,6 @@ class Hosts:
         store: Keys and values that all see: the client of ``jax.distributed``.
         gate: Of this host; None if all are on this machine.
         transport: A name of ``TRANSPORTS``.
-        patience_seconds, on_silence: As for ``initialize``.
 
     Attributes:
         are_joined: Whether they have collectives.
@@ -268,11 +267,6 @@ class Hosts:
     def part(self, step: Step, layout: Layout, devices: Sequence[jax.Device]) -> StepPart:
         """Return the part of a step that this process executes.
 
-        Args:
-            step: As in one process.
-            layout: Of its slots.
-            devices: By device id.
-
         Raises:
             ExecutionError: ``run-hosts-differ`` if the others have another list.
         """
@@ -281,11 +275,7 @@ class Hosts:
         return StepPart(shared, self, devices)
 
     def costs(self, own: Mapping[int, StageCost]) -> dict[int, StageCost]:
-        """Return the costs of all stages: each process compiles its own, all at once.
-
-        Args:
-            own: By stage.
-        """
+        """Return the costs of all stages: each process compiles its own, all at once."""
         mine = {str(s): cost.to_json() for s, cost in own.items()}
         return {
             int(s): documents.read(cost, StageCost)
@@ -358,25 +348,26 @@ class Hosts:
                 devices, or a stage spans hosts and they were told of another plan.
             PlanError: ``run-hosts-span``, see ``check_nodes``.
         """
-        nodes, found = plan.known_cluster.nodes, []
+        nodes = plan.known_cluster.nodes
         if len(nodes) != self.count:
             raise ExecutionError.of(
                 f"the plan's cluster {plan.cluster} has {len(nodes)} nodes and the run "
                 f"{self.count} processes; start one process per node.",
                 "run-hosts",
             )
-        violations = []
-        for process, size in enumerate(nodes):
-            own = [device for device in jax.devices() if device.process_index == process]
-            found += own[:size]
-            if len(own) < size:
-                violations.append(
-                    Violation(
-                        f"node {process} of the plan has {size} devices and host {process} "
-                        f"{len(own)}; plan for what the hosts have.",
-                        "run-hosts",
-                    )
-                )
+        of_host = [
+            [device for device in jax.devices() if device.process_index == process]
+            for process in range(self.count)
+        ]
+        violations = [
+            Violation(
+                f"node {process} of the plan has {size} devices and host {process} {len(own)}; "
+                "plan for what the hosts have.",
+                "run-hosts",
+            )
+            for process, (size, own) in enumerate(zip(nodes, of_host, strict=True))
+            if len(own) < size
+        ]
         if not self.are_joined and _spans_hosts(plan):
             violations.append(
                 Violation(
@@ -387,7 +378,7 @@ class Hosts:
             )
         ExecutionError.check(violations)
         check_nodes(plan)
-        return found
+        return [each for size, own in zip(nodes, of_host, strict=True) for each in own[:size]]
 
     def reserve(self, count: int) -> int:
         """Return the first of so many numbers, the same in every process."""
@@ -429,11 +420,7 @@ def _parties(
 def _join(
     service: str, num_hosts: int, host: int, local_ids: Any, gate: Gate | None, coordinator: str
 ) -> None:
-    """Have JAX meet the others.
-
-    Raises:
-        ExecutionError: ``run-hosts-start``.
-    """
+    """Have JAX meet the others."""
     try:
         jax.distributed.initialize(
             service,
@@ -457,8 +444,7 @@ def _join(
 
 
 def _service(gate: Gate, coordinator: str, host: int) -> str:
-    """Return where this process reaches the service of ``jax.distributed``, behind the gate of host
-    0, which is there then."""
+    """Return where this process reaches the service of the run, behind the gate of host 0."""
     if host == 0:
         port = free_port()
         gate.allow({COORDINATOR: port})

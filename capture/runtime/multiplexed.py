@@ -85,44 +85,35 @@ def train_array(
     if any(decision.choice == "swap" for own in plan.decisions for decision in own):
         check_hosts([device])
     given = {**workloads, "": workload}
-    fusers = {
-        task: _fuser(plan, task, named_workload(task.workload, given, plan.named_by, trust=trust))
-        for task in dict.fromkeys(plan.trained)
-    }
-    if plan.shared or plan.shared_batches:
-        PlanError.check(unlike_shared({task: one.of(1) for task, one in fusers.items()}))
-    programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
-    return ArrayTraining(fusers, programs, plan, device)
-
-
-def _fuser(plan: ArrayPlan, task: ArrayTask, workload: WorkloadProtocol) -> Fuser:
-    return as_planned(
-        plan,
-        task,
-        workload,
-        lambda: Fuser(
-            workload,
+    fusers = dict[ArrayTask, Fuser]()
+    for task in dict.fromkeys(plan.trained):
+        own = named_workload(task.workload, given, plan.named_by, trust=trust)
+        made = partial(
+            Fuser,
+            own,
             task.batch_size,
             task.num_layers,
             shared=plan.shared,
             shared_batches=plan.shared_batches,
             bundle_bytes=plan.bundle_bytes,
             remat=plan.remat,
-        ),
-    )
+        )
+        fusers[task] = as_planned(plan, task, own, made)
+    if plan.shared or plan.shared_batches:
+        PlanError.check(unlike_shared({task: one.of(1) for task, one in fusers.items()}))
+    programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
+    return ArrayTraining(fusers, programs, plan, device)
 
 
 class ArrayTraining:
     """The training of an array of models. Made by ``train_array``.
 
     Attributes:
-        plan, device: As given.
         devices, workload, optimizer: The device; those of the first model.
         models: The loss of each model, with its examples in an update.
         microbatch_sizes: The examples of a batch of the first model, which is not cut.
         updates_last: Updates come with the backward passes.
         fusers: By what models train.
-        programs: What is compiled.
         arrays: By sub-array, its models as one program.
     """
 
@@ -187,13 +178,11 @@ class ArrayTraining:
     # ---- state -----------------------------------------------------------------------------------
 
     def init(self) -> ArrayState:
-        """Return fresh parameters and optimizer states, every model's by its own seed; what they
-        share by that of the first."""
+        """Return the state of a training that begins at ``first_params``."""
         return self.init_from(self.first_params())
 
     def first_params(self, seed: int = 0) -> list[PyTree]:
-        """Return the parameters with which every model begins, by its own seed; what they share by
-        that of the first."""
+        """Return each model's first parameters, by its own seed; what they share by the first's."""
         first, found = dict[int, Any](), list[PyTree]()
         for fuser, member in zip(self._each, self.plan.models, strict=True):
             params = made_by_host(fuser.workload.init, jax.random.key(member.seed))

@@ -82,8 +82,7 @@ class OpaqueProducts:
         return self._root.get(value, value)
 
     def distinct(self, value: object) -> int:
-        """Return the number of elements that a value is made of: 0 of a constant; of what is
-        broadcast, those before."""
+        """Return how many elements a value is made of: 0 of a constant; broadcast, those before."""
         return self._distinct.get(value, 0) if is_variable(value) else 0
 
     @cached_property

@@ -29,11 +29,9 @@ _NOBODY = -1  # owner of what is shared by all
 
 @dataclass(frozen=True)
 class StageUpdate:
-    """The slice of the optimizer that updates the parameters of one stage; its functions can be
-    traced.
+    """The slice of the optimizer that updates a stage's parameters; its functions can be traced.
 
     Attributes:
-        whole: The optimizer of all stages.
         params: Parameters it updates, indices into the layer graph.
         state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a
             step count) are in every stage.
@@ -69,8 +67,7 @@ class StageUpdate:
         return flow.part([[flow.inputs[p] for p in self.params]], [wanted])(params)[0]
 
     def total(self, grads: Sequence[jax.Array], arrived: Iterable[tuple[int, Any]]) -> list[Any]:
-        """Return the gradients of the stage's parameters with those added that others made of some
-        of them."""
+        """Return the gradients of the stage's parameters, with those of other stages added."""
         found = dict(zip(self.params, grads, strict=True))
         for param, gradient in arrived:
             found[param] = found[param] + gradient
@@ -93,7 +90,6 @@ class StageUpdate:
         """Return new parameters and new state of the stage.
 
         Args:
-            params, state, grads: Those that this stage owns.
             summaries: Those of all other stages, in stage order; none where nobody needs any.
         """
         traced, others = self.whole.traced, self.others if summaries else []
@@ -115,7 +111,6 @@ class TracedOptimizer:
     """The traced ``init`` and ``update`` of a transformation over the whole model.
 
     Args:
-        optimizer: An optax transformation.
         params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the
             layer graph.
         unread: Parameters that the loss does not read: their gradient is the constant 0, so that no
@@ -231,7 +226,6 @@ class SlicedOptimizer:
     """Slices of a traced optimizer for given stages.
 
     Args:
-        traced: The update of the whole model.
         stages: Per stage, the indices of the parameters it updates; together they are all
             parameters.
 
@@ -300,8 +294,7 @@ class SlicedOptimizer:
     def _exchanged(
         self, stages: Sequence[Sequence[int]], held: Sequence[Sequence[int]]
     ) -> list[Any]:
-        """Return the values that depend on a single stage and that the update of another stage
-        needs, in program order."""
+        """Return the values of one stage that another stage's update needs, in program order."""
         found: dict[Any, None] = {}
         program, new_state = self.traced.update, self.traced.new_state
         # Also of stages without parameters, which hold the leaves that are of no parameter.

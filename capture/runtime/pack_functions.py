@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from capture.model.graph import Tensor
 from capture.plan.task_graph import Span
-from capture.runtime.segment import Arrays, Segment
 from capture.tracing import TracedModel
+from capture.tracing.segment import Arrays, Segment
 from capture.tracing.slices import struct_of
 
 
@@ -26,8 +26,6 @@ class PackFunctions(Segment):
     """Layers at a micro-batch size, as functions of slots.
 
     Args:
-        traced: The loss at that size.
-        span: The layers.
         where: By parameter, which of the first arguments has it, or its cast, and where.
         pieces: Examples of each piece of what passes between packs.
         leaves: Of the batch, those of each slot of it.

@@ -21,11 +21,9 @@ Arrays = Sequence[Any]
 
 @dataclass(frozen=True)
 class PackUpdate:
-    """A pack's slice of the optimizer as functions of slots: of weights, state, gradients, and of
-    what other packs summarized.
+    """A pack's slice of the optimizer as functions of weights, state, gradients and summaries.
 
     Attributes:
-        stage: The slice.
         weights: Arrays of each slot of weights.
         params: Per slot of gradients, the parameter whose it is; None for those of all that the
             pack owns.

@@ -18,8 +18,7 @@ Source: Li et al. 2022 (Harmony), 4.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -139,47 +138,32 @@ class TracedSizes:
         return output_bytes + self.nbytes(weights)
 
 
+@dataclass(frozen=True, eq=False)
 class PackPrograms:
     """The programs and arrays of a step of packs.
 
     Args:
         traced: The loss, by micro-batch size.
-        step: Which it is of.
-        sizes: What it was given.
-        update: Of the whole model.
         minibatch_size: The loss of a micro-batch counts as many of these as it has examples.
         devices: By device id of the step.
-        compiler: Compiles.
         host: A processor for whose memory everything on the hosts is compiled, where devices are
             not there: those of CUDA then know no memory of a host, so that XLA would count what an
             update makes beside what it writes over. None: each device's own.
     """
 
-    def __init__(
-        self,
-        traced: Mapping[int, TracedModel],
-        step: Step,
-        sizes: TracedSizes,
-        update: TracedOptimizer,
-        minibatch_size: int,
-        devices: Sequence[jax.Device],
-        compiler: AnyCompiler,
-        host: object = None,
-    ):
-        self._host = host
-        self._traced, self._step = traced, step
-        self._graph = next(iter(traced.values())).graph
-        self._sizes, self._update_of = sizes, update
-        self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
-        self._compiled: dict[Any, Executable] = {}
+    _traced: Mapping[int, TracedModel]
+    _step: Step
+    _sizes: TracedSizes
+    _update_of: TracedOptimizer
+    _minibatch_size: int
+    _devices: Sequence[jax.Device]
+    _compiler: AnyCompiler
+    _host: object
+    _compiled: dict[Any, Executable] = field(default_factory=dict)
 
     def of(self, step: Step) -> PackPrograms:
         """Return the programs of another step of the same plan: what is compiled, is."""
-        other = copy(self)
-        other._step = step
-        for of_the_last in ("runs", "executables"):
-            other.__dict__.pop(of_the_last, None)
-        return other
+        return replace(self, _step=step)
 
     @cached_property
     def runs(self) -> dict[str, Run]:
@@ -201,8 +185,7 @@ class PackPrograms:
         return self._compiled[whole]
 
     def key(self, name: str) -> Any:
-        """Return what tells a program from others, in plain data; on which device it runs does
-        not."""
+        """Return what tells a program from others, on whatever device, in plain data."""
         on_host = self._step.programs[name].place.host is not None
         return "host" if on_host else "device", self._program(self.runs[name])[0]
 
@@ -355,8 +338,7 @@ class PackPrograms:
 
 
 def _on_host(function: Callable[..., object]) -> Callable[..., Any]:
-    """Return the function for the processors of a device's host: from arrays in its memory to
-    arrays there."""
+    """Return the function for the processors of a device's host, on arrays in its memory."""
     # Until jax 0.10 the second name is that of a context.
     place: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
     return place(

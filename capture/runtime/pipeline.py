@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -17,6 +17,7 @@ from capture.measured.profile import StageConfig
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
+from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.batch_parts import Need, needs_of
@@ -33,8 +34,7 @@ from capture.step.evaluation import build_evaluation
 from capture.step.interface import StageInterface, owned_and_borrowed, plan_interfaces
 from capture.step.pipeline import build_step
 from capture.step.program import Place, Run, Slot, Step
-from capture.tracing import TracedModel
-from capture.tracing.planned import trace_for_plan
+from capture.tracing import TracedModel, trace
 
 if TYPE_CHECKING:
     from capture.runtime.hosts.part import StepPart
@@ -84,6 +84,18 @@ def pipeshard(
         hosts.compare({"model_hash": traced.graph.model_hash})
     sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
     return PipelinedStep(workload, plan, traced, found, sharding, fast_compile, hosts)
+
+
+def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
+    """Trace the model at the plan's micro-batch size and cut it into the plan's layers.
+
+    Raises:
+        PlanError: ``plan-other-model`` if it is not the model that the plan was made for.
+    """
+    num_layers = plan.num_layers if plan.auto_layers else None
+    size, unmarked = plan.microbatch_size, plan.num_layers
+    made = partial(trace, workload, size, num_layers, unmarked_layers=unmarked)
+    return traced_for(plan, workload, made, lambda traced: traced.graph)
 
 
 class PipelinedStep(TrainStep):
@@ -152,8 +164,7 @@ class PipelinedStep(TrainStep):
 
     @cached_property
     def evaluation(self) -> Step:
-        """The instructions of ``evaluate``; ``capture.step.program.replay`` of them says what it
-        needs."""
+        """The instructions of ``evaluate``, whose replay says what it needs."""
         return self._shared(build_evaluation(self._interfaces, self.plan.schedule_table))
 
     def _shared(self, step: Step) -> Step:

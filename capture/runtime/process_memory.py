@@ -76,23 +76,15 @@ def _malloc_reader() -> Callable[[], int] | None:
 
 
 class _MallInfo2(ctypes.Structure):
-    """Counters of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their
-    own (glibc 2.33 and newer)."""
+    """Ten counters of all arenas, among them ``hblkhd``, bytes in regions of their own, and
+    ``uordblks``, bytes in use (glibc 2.33 and newer)."""
 
     _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
+        ("before", ctypes.c_size_t * 4),
+        ("hblkhd", ctypes.c_size_t),
+        ("between", ctypes.c_size_t * 2),
+        ("uordblks", ctypes.c_size_t),
+        ("behind", ctypes.c_size_t * 2),
     ]
 
 

@@ -35,7 +35,6 @@ from capture.runtime.layout import StageLayout, kept_bytes, shard_bytes, split_d
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffers_of, layer_of
 from capture.runtime.residuals import Residuals, SavedPass, ValueSplit
-from capture.runtime.segment import Segment
 from capture.step.attribution import StageBuffers
 from capture.step.holds import KeptPart, Leaves, Params, State, Summary, Values
 from capture.step.interface import owned_and_borrowed
@@ -43,6 +42,7 @@ from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.keys import is_key
+from capture.tracing.segment import Segment
 from capture.tracing.source import layer_of_scope
 from capture.tracing.split_rule import may_hold_split_rule
 
@@ -57,9 +57,7 @@ class StagePrograms(StageLayout):
 
     Args:
         traced: The model, at the plan's micro-batch size.
-        config: The stage.
         devices: ``data_parallel * tensor_parallel`` devices, replicas first.
-        sharding: How the model's tensors are split.
         update: The stage's slice of the optimizer, for the parameters that it owns.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
@@ -134,8 +132,7 @@ class StagePrograms(StageLayout):
 
     @property
     def _stored(self) -> Sequence[Sequence[Any]]:
-        """The values that the forward program returns beside its outputs, in groups that die
-        together."""
+        """The values that the forward program returns beside its outputs, by when they die."""
         return [self.residuals.stored]
 
     def _stored_sharding(self, kept: object) -> Any:
@@ -154,8 +151,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _split_runs(self) -> list[SplitRun | None]:
-        """The way in which each layer's operations are run on values that are split along the
-        sequence; empty if none are."""
+        """The runs of layers' operations on values split along the sequence; empty if none are."""
         if not self.choice.sequence_parallel:
             return []
         splits = self._sharding.layer_splits(self.choice.tensor_parallel)
@@ -171,8 +167,7 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def _split_values(self) -> dict[int, int]:
-        """The values of the graph that leave their layer split along the sequence, and the
-        dimension along which they are."""
+        """The values that leave their layer split along the sequence, and that dimension."""
         return {
             v: dim
             for call, run in zip(self.layers.calls, self._split_runs, strict=False)
@@ -424,8 +419,7 @@ class StagePrograms(StageLayout):
         return None if update is None else update.writing(sizes)
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
-        """Return the cost of the stage where that of its update is known already: compiles forward
-        and backward."""
+        """Return the stage's cost, given that of its update: compiles forward and backward."""
         forward = self.forward
         return StageCost(
             residual_bytes=kept_bytes(forward),

@@ -28,7 +28,6 @@ class ReferenceStep:
     """Gradient accumulation by ``jax.value_and_grad`` of the user's own loss, on the first device.
 
     Attributes:
-        workload: The task.
         traced: At any micro-batch size.
         sizes: Examples of each micro-batch.
     """
@@ -167,7 +166,6 @@ def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str,
     all leaves); infinite where one is no number.
 
     Args:
-        value, reference: Pytrees of one structure.
         floor: See ``rounding_floor``.
 
     Example:

@@ -24,8 +24,7 @@ from capture.tracing.keys import is_key
 
 
 def reshard(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the same values under another sharding, in buffers of their own; the copies may still
-    be running.
+    """Return the values under another sharding, in buffers of their own, maybe not yet there.
 
     Args:
         x: Any array of any rank, typed random keys included; its shards must be addressable by this
@@ -48,10 +47,8 @@ def plan_reshard(
     dimension by dimension.
 
     Args:
-        shape: Global shape.
         dtype: Data type of the elements; typed random keys move as their key data.
         src: Sharding of the arrays that will be given; an equivalent one serves as well.
-        dst: Sharding of the results.
 
     Returns:
         A function of one array.
@@ -185,8 +182,7 @@ def cutter(cuts: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]
 
 @lru_cache(maxsize=4096)
 def joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
-    """Return one program that joins a grid of pieces, given with the index of their first element
-    in ascending order."""
+    """Return one program that joins a grid of pieces, given their first indexes, ascending."""
 
     def nest(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
         if len(pieces) == 1:

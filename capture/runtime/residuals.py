@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,11 +32,6 @@ class SavedPass:
 
     Args:
         run: The pass: of arguments; to outputs, and the function that goes backwards.
-        args: Structures of the arguments.
-
-    Attributes:
-        traced: The pass.
-        flow: The same, opened.
     """
 
     def __init__(self, run: Callable[..., tuple[Sequence[object], object]], args: Sequence[object]):
@@ -77,10 +73,7 @@ class Residuals:
         flow: The forward pass: of parameters, inputs and batch leaves; to outputs, and what
             ``jax.vjp`` saves.
         num_params, num_inputs: Of its inputs; the others are of the batch.
-        num_outputs: Of its outputs.
         returns_outputs: Whether outputs may be kept as they are.
-        remat: The stage's.
-        split: How values lie on the devices.
 
     Attributes:
         inputs, batch, outputs: Positions among those of the stage of what is kept as it is.
@@ -133,27 +126,21 @@ def _places(kept: Collection[object], group: Sequence[object]) -> tuple[int, ...
     return tuple(sorted(k for v, k in first.items() if v in kept))
 
 
+@dataclass(frozen=True, eq=False)
 class SplitAxis:
     """An axis of a mesh that splits values of a program.
 
     Args:
-        name, degree: The axis, and its devices.
-        flow, spread: The program, and how splits spread in it.
         inputs: The dimension along which the axis splits each input.
         asked: How results are to lie, where that is asked for.
     """
 
-    def __init__(
-        self,
-        name: str,
-        degree: int,
-        flow: DataFlow,
-        spread: Spread,
-        inputs: Sequence[int | None],
-        asked: Sequence[tuple[object, PartitionSpec]],
-    ):
-        self.name, self.degree = name, degree
-        self._flow, self._spread, self._inputs, self._asked = flow, spread, inputs, asked
+    name: str
+    degree: int
+    _flow: DataFlow
+    _spread: Spread
+    _inputs: Sequence[int | None]
+    _asked: Sequence[tuple[object, PartitionSpec]]
 
     @cached_property
     def dims(self) -> Mapping[Any, int | None]:
@@ -167,8 +154,7 @@ class SplitAxis:
 
     @cached_property
     def reached(self) -> Collection[Any]:
-        """The values that a compiler may split: by the inputs, by constraints, or by what is asked
-        for."""
+        """The values that a compiler may split: by inputs, constraints or what is asked for."""
         constraints = [
             (equation.outvars[0], spec)
             for equation in self._flow.jaxpr.eqns
@@ -195,7 +181,6 @@ class ValueSplit:
     follows the shardings of its inputs. The compiler decides.
 
     Args:
-        flow: The program.
         inputs: By name and degree of a mesh axis, the dimension along which it splits each input.
         asked: How each output is to lie, where that is asked for.
         spread: That of the program, where it is asked about several splits.
@@ -237,8 +222,7 @@ class ValueSplit:
         return math.prod(axis.degree for axis in self.axes if _dim(axis.dims, atom) is not None)
 
     def spec(self, value: Any) -> PartitionSpec:
-        """Return how a value lies on the mesh; an axis that would split a dimension twice, or
-        unevenly, does not."""
+        """Return how a value lies on the mesh; no axis splits a dimension twice, or unevenly."""
         entries: list[str | None] = [None] * len(value.aval.shape)
         for axis in self.axes:
             dim = _dim(axis.dims, value)

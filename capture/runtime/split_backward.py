@@ -38,7 +38,6 @@ class BackwardSplit:
     """The cut of a backward pass in two: which values are computed, held and handed over.
 
     Args:
-        flow: The backward pass.
         groups: Its inputs, as ``StagePrograms.backward_args`` are grouped. The second program has
             parameters and accumulators in any case.
         num_input_gradients: Its first outputs; the others are the gradients of weights.
@@ -80,8 +79,7 @@ class BackwardSplit:
         return tuple(i for i, v in enumerate(self._groups[group]) if v in self.read)
 
     def _sources(self, v: object, read: set[object]) -> set[Any] | None:
-        """Return what else must be there for a value to follow by cheap operations; None where it
-        does not."""
+        """Return what else a value follows from by cheap operations; None where it does not."""
         sources, seen, waiting = set[Any](), {v}, [v]
         while waiting:
             one = waiting.pop()
@@ -152,8 +150,7 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def backward_inputs(self) -> Executable:
-        """The program (params, kept batch, what dies, what is held) -> (input gradients,
-        deferred)."""
+        """The program (params, kept batch, gone, held) -> (input gradients, deferred)."""
         args = [[self._structs[v] for v in group] for group in self.split.first]
         out = ([self.value_sharding(v) for v in self.segment.inputs], None)
         return self._compile(self._backward_inputs, args, (2,), out)

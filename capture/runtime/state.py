@@ -72,7 +72,6 @@ def joined_params(traced: TracedModel, leaves: Mapping[int, np.ndarray]) -> PyTr
     """Return parameters in a tree as the workload's ``init`` returns it.
 
     Args:
-        traced: The model.
         leaves: By index into the layer graph.
     """
     # JAX's stubs leave its methods out.
@@ -85,7 +84,6 @@ def check_state(state: PipelineState, planned: Mapping[str, Sequence[object]]) -
     already taken over.
 
     Args:
-        state: As a user gives it to a step.
         planned: Per persistent slot of the step, the sharding of each array.
 
     Raises:

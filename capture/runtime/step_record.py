@@ -4,7 +4,7 @@ a function that the user gives."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from capture.documents import as_json
@@ -80,28 +80,20 @@ class StepRecord:
         return ", ".join(said) + " (measured meanwhile)" * self.metered
 
 
+@dataclass(frozen=True)
 class Records:
     """The records of a training, and where they go.
 
     Args:
-        report: Takes lines of progress.
         every: A line is reported for each of so many steps.
         path: A file of JSON lines, which grows; None for none.
-        on_step: Takes each record.
-
-    Attributes:
-        told: All that were told.
     """
 
-    def __init__(
-        self,
-        report: Callable[[str], None],
-        every: int,
-        path: Path | None,
-        on_step: Callable[[StepRecord], None],
-    ):
-        self._report, self._every, self._path, self._on_step = report, every, path, on_step
-        self.told = list[StepRecord]()
+    _report: Callable[[str], None]
+    _every: int
+    _path: Path | None
+    _on_step: Callable[[StepRecord], None]
+    told: list[StepRecord] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         """Report a line of its own."""

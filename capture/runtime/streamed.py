@@ -80,9 +80,7 @@ class StreamedStep(TrainStep):
     for (``PackPrograms``), it does not run.
 
     Attributes:
-        workload, plan: As given.
         traced: The loss at the largest micro-batch size.
-        devices: Of the plan.
         optimizer: Cut by backward packs.
     """
 

@@ -18,7 +18,7 @@ import jax
 
 from capture.runtime.train_step import Metered
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Wait
-from capture.step.trace_events import MICROSECONDS, name_event, order_event
+from capture.step.trace_events import MICROSECONDS, complete_event, name_event, order_event
 
 #: What lanes of a device show: what it computes, what comes to it, what it offers to others.
 _PROGRAMS, _TRANSFERS, _OFFERS = "", "transfers", "offers"
@@ -31,7 +31,6 @@ class StepTrace:
     """An observer of one step, which notes when its instructions began and ended.
 
     Args:
-        step: That it will observe.
         crossings: Per copy that leaves a process, by its number in the step, (sender, receiver).
         clock: In seconds, the same for all hosts.
     """
@@ -158,11 +157,7 @@ def _await(arrays: Iterable[jax.Array]) -> None:
 
 
 class _Lanes:
-    """The events of this process's devices, by host and device.
-
-    Args:
-        devices: By device id of the step.
-    """
+    """The events of this process's devices, by host and device."""
 
     def __init__(self, devices: Sequence[jax.Device]):
         self._own = {
@@ -185,23 +180,12 @@ class _Lanes:
         drawn: list[tuple[float, float]] = []
         for device in place.devices:
             if device in self._own:
-                pid, tid = self._lane(device, what)
+                where = self._lane(device, what)
                 begin = max(span[0], self._ended.get((device, what), 0.0))
                 end = max(begin + _SHORTEST_SECONDS, span[1])
                 drawn.append((begin, end))
                 self._ended[device, what] = end
-                self.events.append(
-                    {
-                        "ph": "X",
-                        "name": label,
-                        "cat": kind,
-                        "pid": pid,
-                        "tid": tid,
-                        "ts": begin * MICROSECONDS,
-                        "dur": (end - begin) * MICROSECONDS,
-                    }
-                )
-
+                self.events.append(complete_event(label, kind, where, (begin, end - begin)))
         return drawn[0] if drawn else span
 
     def arrows(

@@ -31,8 +31,6 @@ class Moves:
     """The operands of products that do not lie as a library reads them.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         ends: Per value that is the end of products, these.
     """
 
@@ -40,11 +38,7 @@ class Moves:
         self._program, self._split, self._ends = program, split, ends
 
     def operands(self, products: Iterable[int]) -> Mapping[Any, Any]:
-        """Return operands that are moved, one of each value in memory, with that value.
-
-        Args:
-            products: Positions.
-        """
+        """Return operands that are moved, one of each value in memory, with that value."""
         found: dict[Any, Any] = {}
         for at in products:
             equation = self._program.equations[at]
@@ -94,7 +88,6 @@ class Moves:
         they have any, where these are split over replicas.
 
         Args:
-            value: The operand.
             batch: Its dimensions of the batch.
             base: What it is of, an argument or the result of a product.
         """
@@ -135,7 +128,6 @@ class Moves:
         """Return whether a library can read a value that lies in an order.
 
         Args:
-            value: The operand.
             order: Of its dimensions.
             summed, batch: Those that are summed over, and those of the batch.
         """

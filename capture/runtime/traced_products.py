@@ -37,8 +37,6 @@ class Product:
     """A product of a program.
 
     Attributes:
-        at: Its position.
-        equation: What it is.
         sizes: Batches, rows, columns and terms on one device, as expected.
         summed: The axes over which its results are parts of a sum.
     """
@@ -57,8 +55,6 @@ class LargeProducts:
     """The large products of a program on a mesh.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         reads_memory: Whether operands and results are in memory; else what else than products
             computes them may be computed inside, so that only arguments are read for certain.
     """
@@ -72,13 +68,8 @@ class LargeProducts:
         found = {}
         for at, (rows, columns, terms) in self._program.once(_read_whole).items():
             equation = self._program.equations[at]
-            whole = math.prod(equation.outvars[0].aval.shape)
-            sizes = {
-                "batches": whole // (rows * columns),
-                "rows": rows,
-                "columns": columns,
-                "terms": terms,
-            }
+            batches = math.prod(equation.outvars[0].aval.shape) // (rows * columns)
+            sizes = {"batches": batches, "rows": rows, "columns": columns, "terms": terms}
             summed = []
             for axis in self._split.axes:
                 part = part_of(equation, axis)
@@ -158,8 +149,7 @@ class LargeProducts:
 
 
 def _computed(program: TracedProgram, at: int) -> tuple[str, str]:
-    """Return the fastest data type that an operand has on its way to a product, and the precision
-    that this asks for."""
+    """Return the fastest data type of an operand on its way to a product, and the precision."""
     equation = program.equations[at]
     views = [program.views.of(v) for v in equation.invars if is_variable(v)]
     narrow = min(view.itemsize for view in views)

@@ -68,13 +68,11 @@ class TracedProgram:
     """A program, traced once for all the ways in which its arguments are split.
 
     Args:
-        closed: Its jaxpr.
         shapes: Of its results, in its own tree.
         spread: How splits spread through a flat program of the same equations, if that is known.
 
     Attributes:
         flow: Everything opened.
-        given: Variables that are arguments.
         results: Variables that are results and no arguments.
         elsewhere: Those that have memory of the caller: arguments and results.
     """
@@ -210,12 +208,7 @@ class TracedProgram:
 
 
 class Opaque:
-    """The part of a program's facts that depends on which of its products are opaque.
-
-    Args:
-        program: Traced.
-        products: Their positions.
-    """
+    """The part of a program's facts that depends on which of its products are opaque."""
 
     def __init__(self, program: TracedProgram, products: frozenset[int]):
         self._program, self.products = program, products

@@ -23,7 +23,6 @@ class StageTraces:
     """The traces of a stage's programs so far, which do not depend on its degrees.
 
     Attributes:
-        saved: The forward pass.
         programs: By name, and by what is kept of the forward pass.
         ends: Programs of the end of a step, by name, which depend on parameters alone; and their
             bounds, by name and how the parameters are split.

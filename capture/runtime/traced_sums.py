@@ -27,16 +27,12 @@ from capture.runtime.residuals import SplitAxis, ValueSplit
 from capture.runtime.traced_products import LargeProducts, part_of
 from capture.runtime.traced_program import TracedProgram
 from capture.runtime.views import item_bytes
-from capture.tracing.jaxprs import variables
+from capture.tracing.jaxprs import primitives, variables
 from capture.tracing.recompute import RENAMED
 
 #: What parts of a sum may go through before they are summed over devices.
-_LINEAR = (RENAMED - {"broadcast_in_dim", "broadcast_to"}) | {
-    "neg",
-    "reduce_sum",
-    "slice",
-    "transpose",
-}
+_LINEAR = RENAMED - primitives("broadcast_in_dim broadcast_to")
+_LINEAR |= primitives("neg reduce_sum slice transpose")
 _ADDED = frozenset({"add", "add_any", "sub"})
 #: What may make parts of a sum.
 _MAY_BEGIN = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "gather"})
@@ -55,7 +51,6 @@ class Sent:
     """A collective of a program.
 
     Attributes:
-        kind: As of ``Collective``.
         nbytes: Of the whole array.
         level: How many of the kind are there before it, on its way.
     """
@@ -75,7 +70,6 @@ class _Parts:
         nbytes: Of what is summed.
         may_be_split, is_split: Whether it may stay split, or is expected to.
         is_done: Whether something is computed of the sum.
-        joined: The one that it is added to.
     """
 
     level: int
@@ -122,32 +116,23 @@ class _Gathered(NamedTuple):
     level: int = 0
 
 
+@dataclass(frozen=True, eq=False)
 class Exchanges:
     """The collectives of a program over one axis of a mesh.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
-        products: Its products.
-        axis: The axis.
         stride: Distance of its neighbours in the order of the devices.
         over_replicas: Whether it splits examples.
         gathers_alone: As of ``Bounder``.
     """
 
-    def __init__(
-        self,
-        program: TracedProgram,
-        split: ValueSplit,
-        products: LargeProducts,
-        axis: SplitAxis,
-        stride: int,
-        over_replicas: bool,
-        gathers_alone: bool = False,
-    ):
-        self._gathers_alone = gathers_alone
-        self._program, self._split, self._products = program, split, products
-        self._axis, self._stride, self._over_replicas = axis, stride, over_replicas
+    _program: TracedProgram
+    _split: ValueSplit
+    _products: LargeProducts
+    _axis: SplitAxis
+    _stride: int
+    _over_replicas: bool
+    _gathers_alone: bool
 
     def least(self) -> list[Collective]:
         """Return the collectives that nothing avoids, in order."""
@@ -162,7 +147,7 @@ class Exchanges:
             for nbytes, _, others, level in self._gathers
             if _FEWEST_BYTES <= nbytes <= others
         ]
-        return self._collectives([*sums, *gathers])
+        return [each for each, _ in self._together([*sums, *gathers])]
 
     def expected(self) -> list[Collective]:
         """Return the collectives that are expected, in order."""
@@ -185,9 +170,6 @@ class Exchanges:
             )
             for each, count in self._together([*sums, *gathers])
         ]
-
-    def _collectives(self, sent: list[Sent]) -> list[Collective]:
-        return [each for each, _ in self._together(sent)]
 
     def _together(self, sent: list[Sent]) -> Iterator[tuple[Collective, int]]:
         """Yield each collective of what is put together, and how many it is expected to be: of a

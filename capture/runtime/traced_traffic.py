@@ -79,11 +79,9 @@ class _Step(NamedTuple):
     """An operation on the way to what is written.
 
     Attributes:
-        is_product: Whether it is a large product.
         is_known: Whether its results are made of all of its operands.
         is_sum, ends, is_shared: Whether it is a sum, ends a kernel, or is needed for several.
         is_part: Whether it reads no more than it makes.
-        is_written: Whether a result of it is.
     """
 
     reads: Sequence[Any]
@@ -104,14 +102,7 @@ def _steps(
     written: frozenset[object],
 ) -> Sequence[_Step]:
     """Return the large products, and all that the written values are computed from, between what
-    stands in memory.
-
-    Args:
-        program: Traced.
-        products: Positions of the large products.
-        made: What these make.
-        written: What else is written.
-    """
+    stands in memory."""
     wanted = set(written)
     for equation in reversed(program.equations):
         if wanted.isdisjoint(equation.outvars) or equation.outvars[0] in made:
@@ -140,13 +131,10 @@ class _Ends:
     """The values of a program that stand in memory, and what its products end with.
 
     Args:
-        program: Traced.
-        products: Positions of the large products.
         summed: Those of them whose results are parts of a sum over devices: nothing follows in
             them.
 
     Attributes:
-        made: What the products make.
         of: Per value that is the end of products, these.
         slow: Those that no library is known to end with.
         operands: What products read that does not end one: what holds it, its own name, and whether
@@ -189,8 +177,7 @@ class _Ends:
 
     @cached_property
     def held(self) -> Mapping[Any, _Held | None]:
-        """The memory that is read for each value that stands there, or ends products; None where
-        that is read before."""
+        """The memory read for each value that is there, or ends products; None if read before."""
         reads = {v for each in self._program.reads for v in each}
         return {v: self._held(v) for v in reads if self._is_held(v)}
 
@@ -213,7 +200,6 @@ class _Ends:
         follows from in another way, such as a sum over rows.
 
         Args:
-            equation: The operation.
             before: The products that a value follows from in any way.
         """
         name, none = equation.primitive.name, frozenset[Any]()
@@ -231,8 +217,7 @@ class _Ends:
         return found.difference(*(before.get(v, none) for v in others))
 
     def _is_written(self, value: object) -> bool:
-        """Return whether a result is written as a whole, and is more than an argument, scaled, or a
-        constant."""
+        """Return whether a result is written whole, and no constant nor an argument, scaled."""
         program = self._program
         maker = program.flow.maker(value)
         if maker is not None and maker.primitive.name.startswith(_IN_PLACE):
@@ -249,8 +234,7 @@ class _Ends:
 
 
 def _base(program: TracedProgram, value: object) -> tuple[Any, bool]:
-    """Return the value that stands in memory for one, and whether that is the cast of an argument
-    to a narrower type."""
+    """Return what stands in memory for a value, and whether it is an argument, cast narrower."""
     views, flow = program.views, program.flow
     while (maker := flow.maker(value)) is not None and views.of(value).base is not value:
         [source, *_] = maker.invars
@@ -266,8 +250,6 @@ class Traffic:
     """The bytes that a program reads and writes on a mesh beside its large products.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         products: Positions of the large products.
         summed: Those of them whose results are parts of a sum over devices: nothing follows in
             them.

@@ -29,8 +29,6 @@ class TracedWork:
     """The work of a program on a mesh.
 
     Args:
-        program: What does not depend on the split.
-        split: How its values lie on the devices.
         computed: Bytes of values that are computed and cannot be read as anything else.
         mesh_shape: Devices by axis, in the order of the mesh.
         keeps_products, gathers_alone: As of ``Bounder``.

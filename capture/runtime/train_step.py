@@ -136,8 +136,6 @@ class TrainStep(Metered):
     """A compiled step that trains one model, as meters, checkpoints and training loops ask of it.
 
     Attributes:
-        workload: As given.
-        traced: The loss.
         optimizer: Cut as the plan cuts the model.
         microbatch_sizes: Examples of each, in order.
         updates_last: Whether the updates come after all passes, whatever the plan says.
@@ -174,7 +172,6 @@ class TrainStep(Metered):
         """Yield the global batches that a training draws from the workload, without an end.
 
         Args:
-            seed: Seed of the training.
             first: Updates before them; a training that goes on gets the data that come next.
         """
         key, size = _keys(seed)[1], sum(self.microbatch_sizes)
@@ -189,7 +186,6 @@ class TrainStep(Metered):
 
         Args:
             batches: Global batches, of the updates from ``first`` on.
-            seed, first: As of ``drawn``.
         """
         return (Fed(batch, self._key(seed, n)) for n, batch in enumerate(batches, first))
 
@@ -197,13 +193,7 @@ class TrainStep(Metered):
         self, params: PyTree, batches: Sequence[PyTree], seed: int
     ) -> Callable[[PipelineState], dict[str, Any]]:
         """Return what compares a training with one device when it has ended, and says by how much
-        losses and the gradients of the first update are off.
-
-        Args:
-            params: The parameters with which it begins.
-            batches: Its global batches.
-            seed: As of ``drawn``.
-        """
+        losses and the gradients of the first update are off."""
         keys = [self._key(seed, n) for n in range(len(batches))]
         gradients = self.first_gradients(params, batches[0], keys[0])
         reference = ReferenceStep(self.workload, self.traced, self.microbatch_sizes)
@@ -220,8 +210,7 @@ class TrainStep(Metered):
         return self.init_from(made_by_host(self.workload.init, key))
 
     def init_from(self, params: PyTree) -> PipelineState:
-        """Return the state of a training that begins at the given parameters (a pytree as
-        ``workload.init`` returns).
+        """Return the state of a training that begins at parameters as ``init`` returns them.
 
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so.
@@ -248,7 +237,6 @@ class TrainStep(Metered):
         Args:
             leaves: By parameter of the layer graph; of several processes, those that it reads.
             state_leaves: Likewise, by leaf of the optimizer state; None: it begins.
-            num_steps: Updates so far.
 
         Raises:
             ExecutionError: ``run-device-memory`` if a GPU's allocator may take less than the step

@@ -34,7 +34,7 @@ from capture.runtime.reference import max_relative_error
 from capture.runtime.run_report import RunReport
 from capture.runtime.step_record import Records, StepRecord
 from capture.runtime.train_step import Metered, TrainStep
-from capture.step.program import Step, replay
+from capture.step.program import replay
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
@@ -96,13 +96,7 @@ def follow(
     on_step: Callable[[StepRecord], None] = lambda record: None,
     data: Iterable[object] | None = None,
 ) -> dict[str, Any]:
-    """Run some steps under the meters (``Meters``), and return the document of ``capture run
-    --json``.
-
-    Args:
-        step: Compiled, of the plan.
-        plan, training, report, hosts, on_step, data: As of ``train``.
-    """
+    """Run some steps under the meters, and return the document of ``capture run --json``."""
     restored = None
     if training.restore is not None:
         restored = checkpoint.restore(step, training.restore, report=report)
@@ -175,7 +169,7 @@ def _planned(
         waiting = () if measured is None else measured.waiting_peak_bytes
         document["waiting_peak_bytes_per_device"] = list(waiting)
     if names := {place.host.name for place in step.program.places if place.host}:
-        document["moved_bytes"] = _moved_bytes(step.program)
+        document["moved_bytes"] = step.program.moved_bytes
         document["host"] = {
             "predicted_peak_bytes": plan.host_peak_bytes,
             "replayed_peak_bytes": max(
@@ -199,16 +193,6 @@ def _rates(plan: PlanFile) -> Rates | None:
     if plan.cluster is None or not _is_target(plan):
         return None
     return Target.load(plan.cluster.target).rates
-
-
-def _moved_bytes(step: Step) -> dict[str, int]:
-    """Return the bytes that a step copies to the memory of a host, and from there to devices."""
-    moved = {"to_host": 0, "to_device": 0}
-    for copy in step.copies:
-        source, target = (step.slots[slot].place.host for slot in (copy.source, copy.target))
-        if source != target:
-            moved["to_device" if target is None else "to_host"] += copy.nbytes
-    return moved
 
 
 def _step(

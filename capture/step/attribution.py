@@ -28,7 +28,6 @@ class Buffer:
     """Bytes per device that are live at an instant.
 
     Attributes:
-        bytes: Per device.
         category: As in the parts of a peak.
         layer: Whose it is; None if nothing tells.
         what: The parameter or the operation.
@@ -67,7 +66,6 @@ class Attribution:
     """The peak memory of a stage's devices, split into buffers.
 
     Attributes:
-        peak: As the ledger found it.
         buffers: Largest first. They sum to the peak: what no buffer accounts for is an entry
             without a layer.
     """
@@ -93,12 +91,10 @@ class Attribution:
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Buffers alike: the same size, category, line and operation, of several layers or
-    micro-batches.
+    """Buffers of one size, category, line and operation, of several layers or micro-batches.
 
     Attributes:
         bytes: Size of one of them.
-        count: How many.
         category, source: As of a ``Buffer``.
         what: The operation or parameter; ``*`` where the names differ by a number.
         layers: Ascending; empty if nothing tells.
@@ -159,11 +155,8 @@ def attribute(
     """Return the peak of every stage, split into the buffers that are live then.
 
     Args:
-        step: The plan's.
-        stages: What it was built from.
         ranges: Layers [first, stop) per stage.
         graph: The model's layers at the plan's micro-batch size.
-        buffers: Per stage.
     """
     ledger, by_slot = replay(step), replay(step, by_slot=True)
     slots = {slot.name: slot for slot in step.slots}

@@ -42,7 +42,6 @@ class Touches:
 
     Attributes:
         memories: As of ``memories_of``.
-        used, changed: Slots.
     """
 
     memories: frozenset[Memory] = frozenset()

@@ -19,8 +19,7 @@ from capture.step.tasks import Round, Send, Task
 
 
 def build_evaluation(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
-    """Return the step that computes a pipeline's loss: forward passes alone; arguments as of
-    ``capture.step.pipeline.build_step``."""
+    """Return the step that computes a loss by forward passes; arguments as ``build_step``'s."""
     nothing_kept = [
         replace(stage, kept_inputs=(), kept_outputs=(), kept_batch=()) for stage in stages
     ]

@@ -39,7 +39,6 @@ class Values:
     Attributes:
         ids: In the order of the arrays; of gradients, of which there are none of some.
         rows: Which examples of a lane; None for a whole micro-batch.
-        gradients: Whether it is these.
     """
 
     ids: tuple[int, ...]
@@ -65,8 +64,7 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class Summary:
-    """Small values of gradients, which all other updates read: of a stage, by its number, or of a
-    pack, by its parameters."""
+    """Small values of gradients that all updates read: of a stage, or of a pack's parameters."""
 
     of: int | tuple[int, ...]
 

@@ -100,8 +100,7 @@ class StageInterface:
 
     @property
     def cotangents(self) -> tuple[int, ...]:
-        """Values whose gradient the backward program takes: its outputs', and those of inputs that
-        also pass through."""
+        """Values whose gradient the backward program takes: outputs, and inputs passed on."""
         return tuple(
             v
             for v in self.sent
@@ -117,8 +116,7 @@ class StageInterface:
 def owned_and_borrowed(
     graph: LayerGraph, first: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the parameters of layers [first, stop) that this stage updates, and those that an
-    earlier stage does."""
+    """Return the parameters that layers [first, stop) update, and those that earlier ones do."""
     params = graph.stage_params(first, stop)
     owned = tuple(p for p in params if graph.param_owner(p) >= first)
     return owned, tuple(p for p in params if p not in owned)
@@ -158,11 +156,7 @@ def stage_interface(
 
     Args:
         graph: At the micro-batch size of the plan.
-        first, stop: Layers [first, stop).
-        devices: Device ids of the stage.
-        choice: How they share its work.
         param_bytes: Per parameter of the graph, bytes per device as the stage splits them.
-        cost: Measured or predicted.
     """
     used, outputs = stage_values(graph, first, stop)
     received, sent = graph.crossing(first), graph.crossing(stop)
@@ -222,24 +216,12 @@ def plan_interfaces(
     """Return the interfaces of all stages of a plan.
 
     Args:
-        plan: A plan of the graph's model.
         graph: At the plan's micro-batch size.
         param_bytes: Per way to split parameters, per parameter.
-        costs: One per stage.
     """
-    found = [
-        stage_interface(
-            graph,
-            stage.first,
-            stage.stop,
-            stage.devices,
-            stage.choice,
-            param_bytes[stage.choice.param_split],
-            cost,
-        )
-        for stage, cost in zip(plan.stages, costs, strict=True)
-    ]
-    return [
-        replace(one, offload=stage.offload, host=plan.host_of(stage))
-        for one, stage in zip(found, plan.stages, strict=True)
-    ]
+    found = []
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        where, choice = (stage.first, stage.stop, stage.devices), stage.choice
+        one = stage_interface(graph, *where, choice, param_bytes[choice.param_split], cost)
+        found.append(replace(one, offload=stage.offload, host=plan.host_of(stage)))
+    return found

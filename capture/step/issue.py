@@ -72,8 +72,6 @@ class Order:
     """The segments of a step, in the order of issue.
 
     Attributes:
-        arrays: Sub-arrays, decided.
-        nodes: Segments.
         carries: Whether the feature maps of sub-array 0 are there before the step, and what all
             sub-arrays read of the batch.
     """
@@ -92,8 +90,6 @@ class Issue:
     """The issue of a step: decides when bundles come, go and are waited for, and counts bytes.
 
     Args:
-        order: Its segments.
-        programs: Whose bytes it counts.
         limit: Bytes up to which nothing is waited for.
         least: By segment, the bytes that it needs in any case, where something may come early.
 
@@ -117,10 +113,9 @@ class Issue:
         self._least = list(least) or [0] * len(order.nodes)
         self._bytes = [life.where.nbytes for life in self._arrays]
         self._place = {node: at for at, node in enumerate(self._nodes)}
-        #: Where bundles are; one that is going out is in both, and in ``_leaving``, with the place
-        #: in the order from which on it is.
-        self._here: list[set[int]] = []
-        self._there: list[set[int]] = [set() for _ in self._arrays]
+        #: The bundles on the device; those that are going out, with the place in the order from
+        #: which on they are.
+        self._here = [set(life.where.state) for life in self._arrays]
         self._leaving: dict[tuple[int, int], int] = {}
         #: What may come early: where it is used, the sub-array and the bundle.
         self._pending: list[tuple[int, int, int]] = []
@@ -128,12 +123,11 @@ class Issue:
         self.behind: dict[tuple[int, int], int] = {}
         self._coming: list[set[int]] = [set() for _ in self._arrays]
         self._live = self._host_live = 0
-        for life in self._arrays:
-            self._here.append(set(life.where.state))
         for number in self._arrays[0].between if order.carries else ():
-            swapped = number in self._arrays[0].swapped
-            (self._there if swapped else self._here)[0].add(number)
-            self._host_live += self._bytes[0][number] if swapped else 0
+            if number in self._arrays[0].swapped:
+                self._host_live += self._bytes[0][number]
+            else:
+                self._here[0].add(number)
         for a, (own, here) in enumerate(zip(self._bytes, self._here, strict=True)):
             counted = here - self._arrays[a].where.shared if a else here
             self._live += sum(map(own.__getitem__, counted))
@@ -191,7 +185,6 @@ class Issue:
             self._live -= sum(map(self._bytes[a].__getitem__, issued.gone))
             self._listener.free(a, issued.gone)
         for number in issued.outs:
-            self._there[a].add(number)
             self._leaving[a, number] = self._at
             self._host_live += self._bytes[a][number]
             self.host_peak_bytes = max(self.host_peak_bytes, self._host_live)
@@ -232,11 +225,11 @@ class Issue:
                     self._fetch(a, number)
             if leaving and (a, number) in leaving:
                 del leaving[a, number]
-                self._dropped_by_host(a, number)
+                self._host_live -= self._bytes[a][number]
                 self._listener.stays(a, number)
             if number in coming:
                 coming.remove(number)
-                self._dropped_by_host(a, number)
+                self._host_live -= self._bytes[a][number]
                 self._listener.arrived(a, number)
 
     def _ahead(self, a: int, issued: Issued) -> None:
@@ -299,17 +292,12 @@ class Issue:
         self._live -= self._bytes[a][number]
         self._listener.left(a, number)
 
-    def _dropped_by_host(self, a: int, number: int) -> None:
-        self._there[a].remove(number)
-        self._host_live -= self._bytes[a][number]
-
 
 class Clock(Listener):
     """A listener that knows when everything ends: the seconds that ``simulate_step`` finds for the
     same instructions, to the last bit (``tests/property/test_array_step.py``).
 
     Args:
-        arrays: Sub-arrays, decided.
         to_device, to_host: Seconds of a copy of so many bytes.
         duplex: Whether both directions may be busy at once.
     """

@@ -66,8 +66,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class ArraySteps:
-    """The steps that train an array. Slots hold bundles (``HeldBundle``), programs are calls
-    (``SegmentCall``).
+    """The steps that train an array: slots hold bundles (``HeldBundle``), programs ``SegmentCall``.
 
     Attributes:
         body: One update of every model.
@@ -96,11 +95,15 @@ def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
     """
     names = {bundle.name: number for number, bundle in enumerate(sub_array.bundles)}
     allowed = {"swap": set(movable(sub_array)), "recompute": set(recomputable(sub_array))}
+    of_choice = {
+        choice: [sub_array.bundles[number].name for number in sorted(numbers)]
+        for choice, numbers in allowed.items()
+    }
     PlanError.check(
         Violation(
             f"the plan decides {decision.choice!r} for the bundle {decision.bundle!r}, which this "
             "model has not, or whose reader is another than the backward pass; plan this model "
-            f"again. It has {', '.join(_names(sub_array, allowed[decision.choice])) or 'none'}.",
+            f"again. It has {', '.join(of_choice[decision.choice]) or 'none'}.",
             "array-bundle",
         )
         for decision in decisions
@@ -112,10 +115,6 @@ def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
         frozenset(names[d.bundle] for d in decisions if d.choice == "recompute"),
         {names[d.bundle]: d.behind for d in decisions if d.behind is not None},
     )
-
-
-def _names(sub_array: SubArray, numbers: set[int]) -> list[str]:
-    return [sub_array.bundles[number].name for number in sorted(numbers)]
 
 
 def orders(arrays: Sequence[Lifetimes], turns: Turns) -> tuple[Order, Order | None, Order | None]:
@@ -158,9 +157,6 @@ def build_array(
     """Return the steps of sub-arrays in an order.
 
     Args:
-        arrays: Sub-arrays, decided.
-        turns: Of their passes.
-        programs: Compiles what is not yet.
         memory_limit_bytes: Of the device, above which a step waits for what goes out. A step that
             needs more all the same is built; its replay says so.
     """
@@ -188,11 +184,7 @@ def _written(order: Order, programs: Programs, limit_bytes: int | None) -> Step:
 
 
 class _ArrayWriter(Listener):
-    """A listener that writes what is issued as instructions.
-
-    Args:
-        order: Of the step.
-    """
+    """A listener that writes what is issued as instructions."""
 
     def __init__(self, order: Order):
         self._arrays = order.arrays
@@ -353,12 +345,6 @@ def array_seconds(step: Step, host: HostLink) -> Seconds:
 
     programs = {name: program.call.seconds for name, program in step.programs.items()}
     return Seconds(programs, transfer, host.duplex)
-
-
-def swapped_bytes(steps: ArraySteps) -> int:
-    """Return the bytes that one body copies to the host."""
-    slots = steps.body.slots
-    return sum(each.nbytes for each in steps.body.copies if slots[each.target].place.host)
 
 
 def recomputed_bytes(arrays: Sequence[Lifetimes]) -> int:

@@ -45,7 +45,6 @@ class OfferedStep:
     """A step of several processes.
 
     Attributes:
-        step: With the waits.
         crossings: Per copy that leaves a process, by its number in ``step``, its number in the
             step without waits.
         pieces: Per slot of cuts, the number in ``step`` of the copy that offers them, and the

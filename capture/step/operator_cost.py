@@ -10,6 +10,7 @@ Searches and baselines know only the interface ``CostModel``; the paper's own mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol
@@ -127,7 +128,6 @@ class StepCost:
       between nodes: then the gradients of a shard are also reduced over the nodes.
 
     Attributes:
-        model, machine: What is trained, and on what.
         granularities: Slices per operator to choose from.
         remat: Whether activations are rematerialised: one more gather of what is sharded, and the
             forward pass twice.
@@ -148,23 +148,20 @@ class StepCost:
     partly: bool = True
 
     def __post_init__(self):
-        violations = []
+        WorkloadError.check(self._violations())
+
+    def _violations(self) -> Iterator[Violation]:
         if not 0 <= self.overlap_fraction <= 1:
-            violations.append(
-                Violation(
-                    f"overlap_fraction={self.overlap_fraction:g} is no fraction; 0 is none, 1 is "
-                    "ideal.",
-                    "osdp-overlap",
-                )
+            yield Violation(
+                f"overlap_fraction={self.overlap_fraction:g} is no fraction; 0 is none, 1 is "
+                "ideal.",
+                "osdp-overlap",
             )
         if not self.granularities or min(self.granularities) < 0:
-            violations.append(
-                Violation(
-                    f"granularities={self.granularities} must be numbers of slices; 1 is unsplit.",
-                    "osdp-granularity",
-                )
+            yield Violation(
+                f"granularities={self.granularities} must be numbers of slices; 1 is unsplit.",
+                "osdp-granularity",
             )
-        WorkloadError.check(violations)
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
         num_devices, per_node = self.machine.num_devices, self.machine.devices_per_node
@@ -226,24 +223,14 @@ class StepCost:
         gathered = [self.gathered_bytes(operator, mode)] * (2 if self.overlap_fraction else 1)
         forwards = [size] * (2 if self._partial_sums(mode) else 1) + gathered
         operand = batch_size * operator.activation_bytes - tail
+        gone = 0 if self.remat else tail
+        phases = forwards, [read, going, again], [read, size, gradient, *gathered, again]
         if self.remat:
-            arriving = (
-                read if operator.crossing_bytes is None else batch_size * operator.crossing_bytes
-            )
+            crossing = operator.crossing_bytes
+            arriving = read if crossing is None else batch_size * crossing
             whole = [going, np.maximum(tail, batch_size * operator.activation_bytes - read)]
-            gone, phases = (
-                0,
-                (
-                    [*forwards, arriving],
-                    [*whole, arriving],
-                    [np.maximum(size, arriving), gradient, *gathered],
-                ),
-            )
-        else:
-            gone, phases = (
-                tail,
-                (forwards, [read, going, again], [read, size, gradient, *gathered, again]),
-            )
+            backwards = [np.maximum(size, arriving), gradient, *gathered]
+            phases = [*forwards, arriving], [*whole, arriving], backwards
         in_use = (operand,), (operand, tail), (operand,)
         first, second, third = (
             operator.workspace_bytes + sum(arrays) - self._on_chip(*arrays, *held)
@@ -252,17 +239,10 @@ class StepCost:
         return first - gone, second, third - gone
 
     def _on_chip(self, *arrays: Any) -> Any:
-        """Return the bytes that memory on the chip holds of arrays that are in use at once: of
-        those that fit into it."""
+        """Return the bytes that memory on the chip holds of arrays that are in use at once."""
         capacity = self.machine.target.on_chip_bytes.value
-        return (
-            np.minimum(
-                capacity,
-                sum(np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays),
-            )
-            if capacity
-            else 0
-        )
+        fitting = (np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays)
+        return np.minimum(capacity, sum(fitting)) if capacity else 0
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:

@@ -18,12 +18,7 @@ PassSeconds = Callable[[PackTask, int], float]
 
 def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
     """Return when each pass begins if copies take no time. A device takes its tasks in order; a
-    micro-batch begins when the station before has made all of its examples.
-
-    Args:
-        graph: Tasks of all ranks.
-        seconds: Of passes.
-    """
+    micro-batch begins when the station before has made all of its examples."""
     begins: dict[tuple[int, int], float] = {}
     free: defaultdict[int, float] = defaultdict(float)  # by rank
     made: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # by lane: up to, when

@@ -90,16 +90,13 @@ class PackSizes(Protocol):
     def layers(self) -> PackLayers: ...
 
     def nbytes(self, holds: object) -> int:
-        """Return the bytes of the arrays that a slot with this record of ``capture.step.holds``
-        has."""
+        """Return the bytes of the arrays of a slot that holds this (``capture.step.holds``)."""
         ...
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
         """Return the temporaries and results of a pass, less what they are written over.
 
         Args:
-            which: The pass.
-            pack: Its layers.
             size: Examples of the micro-batch; 0 of what has none.
             output_bytes: Results that are written over nothing, without the sum of the gradients.
         """
@@ -114,7 +111,6 @@ class ProfileSizes:
     that name no shared parameters belong to their layers.
 
     Attributes:
-        profile: Of the layers.
         num_shares: Into which weights are cut, one for each device.
     """
 

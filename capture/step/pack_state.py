@@ -22,8 +22,6 @@ class PackCall(NamedTuple):
     """The computation of one program of a step of packs.
 
     Attributes:
-        kind: What it does.
-        span: Its layers.
         size: Examples of the micro-batch; 0 of what has none.
         device: On which it runs; 0 of all.
         pieces: Examples of each piece in which its rows come: it puts them together.
@@ -234,8 +232,7 @@ class PackState:
         return tuple(zip(gradients, places, strict=True))
 
     def _scatter(self, span: Span, label: str) -> Task:
-        """Return the task that gives devices their shares of a pack's summed gradients, for the
-        host."""
+        """Return the task that gives devices their shares of a pack's summed gradients."""
         given = dict(sorted(self._gradients.pop(span).items()))
         made = [
             tuple(self.value(v.what, v.category, replace(v.holds, share=rank)) for v in values)

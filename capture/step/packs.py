@@ -44,9 +44,6 @@ def build_step(graph: TaskGraph, sizes: PackSizes, server: Server, begins: Begin
     """Return the step of a plan of packs.
 
     Args:
-        graph: Tasks of all ranks.
-        sizes: Bytes of the layers.
-        server: Memory of a device and of the host.
         begins: The order in which passes are issued; a pass after those that it reads from.
     """
     state, on = PackState(graph, sizes, int(server.host_memory_bytes.value)), graph.switches
@@ -64,8 +61,7 @@ def lower(state: PackState, begins: Begins) -> Iterator[Round]:
 
 
 class _Pass(NamedTuple):
-    """A micro-batch of a task: its number there, its lane, its rows in pieces; ``label`` for
-    people."""
+    """A micro-batch of a task: its number there, its lane, its rows in pieces, and a label."""
 
     task: PackTask
     i: int

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -86,10 +87,6 @@ class StageCall(NamedTuple):
 def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
     """Return the seconds of every program of a pipeline's step, by its name.
 
-    Args:
-        step: As ``build_step`` makes it.
-        times: One per stage.
-
     Raises:
         ExecutionError: ``timeline-stages`` if there is not one ``StageTimes`` per stage.
     """
@@ -107,14 +104,7 @@ def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
 def plan_timeline(
     step: Step, cluster: Cluster, times: Sequence[StageTimes], rates: Rates
 ) -> StepTimeline:
-    """Simulate one step of a pipeline on the links of its target.
-
-    Args:
-        step: As ``build_step`` makes it.
-        cluster: The plan's devices.
-        times: Per stage.
-        rates: The target's: compute, memory and links.
-    """
+    """Simulate one step of a pipeline on the links of its target."""
     links = LinkTimes(cluster, rates)
     return simulate_step(
         step, Seconds(stage_seconds(step, times), links.seconds, rates.host.duplex)
@@ -130,10 +120,8 @@ class Pipeline:
 
     Args:
         stages: In pipeline order.
-        schedule: As many stages.
 
     Attributes:
-        programs: Of all stages, by name.
         kept: Values that are there before the step and after it.
     """
 
@@ -203,17 +191,11 @@ class Pipeline:
 
     def _offloaded(self, one: StagePass) -> Iterator[Send]:
         """Yield the offload of what a forward pass keeps, which goes when all has been sent."""
-        s, m, stage = one.stage_id, one.microbatch, self.stages[one.stage_id]
+        s, m = one.stage_id, one.microbatch
         if one.kind != "forward" or (s, m) not in self._resting:
             return
-        kept = (
-            *self._read("input", s, m, stage.kept_inputs),
-            *self._read("batch", s, m, stage.kept_batch),
-            *self._read("output", s, m, stage.kept_outputs),
-            *self._read("residuals", s, m, [0]),
-            *self._read("held residuals", s, m, [0] * self.schedule.splits_backward),
-        )
-        for value in kept:
+        held = self._read("held residuals", s, m, [0] * self.schedule.splits_backward)
+        for value in (*chain(*self._kept(s, m)), *held):
             self._away.add(value)
             label = f"offload {value.what} {m} of stage {s}"
             yield Send(value, self.hosts[s], label, rests=True)
@@ -243,15 +225,13 @@ class Pipeline:
         s, m = one.stage_id, one.microbatch
         if one.kind in ("backward", "backward_weights"):
             yield from self.accumulators(s)
-        match one.kind:
-            case "forward":
-                yield self._forward(s, m)
-            case "backward":
-                yield self._backward(s, m)
-            case "backward_inputs":
-                yield self._backward_inputs(s, m)
-            case "backward_weights":
-                yield self._backward_weights(s, m)
+        task = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "backward_inputs": self._backward_inputs,
+            "backward_weights": self._backward_weights,
+        }[one.kind]
+        yield task(s, m)
 
     def sends(self, one: StagePass) -> Iterator[Send]:
         """Yield the sends of what a pass has made for others, or has passed through its stage."""
@@ -354,15 +334,19 @@ class Pipeline:
         makes = (*self._read("output", s, m, stage.outputs), *self._residuals(s, m))
         return self._task("forward", s, reads, makes, (), f"forward {m} on stage {s}")
 
-    def _backward(self, s: int, m: int) -> Task:
+    def _kept(self, s: int, m: int) -> tuple[Values, ...]:
+        """Return what the backward pass reads: inputs, batch, outputs and residuals."""
         stage = self.stages[s]
-        kept = (
+        return (
             self._read("input", s, m, stage.kept_inputs),
             self._read("batch", s, m, stage.kept_batch),
             self._read("output", s, m, stage.kept_outputs),
             self._read("residuals", s, m, [0]),
         )
-        cotangents, sums = self._read("cotangent", s, m, stage.cotangents), self._gradients[s]
+
+    def _backward(self, s: int, m: int) -> Task:
+        kept, sums = self._kept(s, m), self._gradients[s]
+        cotangents = self._read("cotangent", s, m, self.stages[s].cotangents)
         reads = (self._params[s], *kept, cotangents, sums)
         makes = (*self._input_gradients(s, m), *sums)
         takes = (*kept[0], *kept[2], *kept[3], *cotangents, *sums)
@@ -457,8 +441,7 @@ class Pipeline:
     def _summaries(
         self, reads: Sequence[tuple[Values, ...]], summaries: dict[int, Values]
     ) -> Iterator[Task | Send]:
-        """Yield the tasks and sends of the small values that every stage's update needs of all
-        others; a stage's own first."""
+        """Yield tasks and sends of what each stage's update needs of all others; own ones first."""
         for s, stage in enumerate(self.stages):
             of = "summary", "optimizer", stage.summary_bytes, Summary(s)
             summaries[s] = (Value(*of, name=f"summary@{s}"),)

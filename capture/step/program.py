@@ -291,6 +291,16 @@ class Step:
         """The instructions that copy."""
         return self.all_of(Copy)
 
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """The bytes that are copied to the memory of a host, and from there to devices."""
+        moved = {"to_host": 0, "to_device": 0}
+        for copy in self.copies:
+            source, target = (self.slots[slot].place.host for slot in (copy.source, copy.target))
+            if source != target:
+                moved["to_device" if target is None else "to_host"] += copy.nbytes
+        return moved
+
     def program_of(self, each: Instruction) -> Program | None:
         """Return the program that an instruction runs, if it runs one."""
         return self.programs[each.program] if isinstance(each, Run) else None
@@ -318,8 +328,7 @@ class Step:
 
     @cached_property
     def memories(self) -> dict[str, tuple[Memory, ...]]:
-        """The memories of each place, by what stands for them: a host's once for the part of each
-        device."""
+        """The memories of each place, by what stands for them; a host's once per device."""
         return {
             place.name: place.memories
             if place.host
@@ -349,7 +358,6 @@ def replay(step: Step, *, record_timeline: bool = False, by_slot: bool = False) 
     """Book a step in a ledger without allocating anything, and return the ledger.
 
     Args:
-        step: The instructions, of any kind of plan.
         record_timeline: As for ``Ledger``.
         by_slot: Name the parts of a peak by slots instead of their categories.
 

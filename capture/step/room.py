@@ -14,12 +14,8 @@ class Room:
     """The bytes that are live and still free on each device, as turns are issued.
 
     Args:
-        step: Its slots and programs.
         turns: In program order.
         limit: Of every device.
-
-    Attributes:
-        made: Slots that have been made.
     """
 
     def __init__(self, step: Step, turns: Sequence[Blocks], limit: float):
@@ -122,8 +118,7 @@ class Room:
         return most, held
 
     def most_of(self, device: int, turns: Iterable[Blocks]) -> int:
-        """Return the most that the bodies of turns take, where what is used last in one ends behind
-        it."""
+        """Return the most that the bodies of turns take; each ends what is last used in it."""
         most = held = 0
         for turn in turns:
             need, held = self.most(device, turn.body, held)

@@ -42,7 +42,6 @@ def waits(step: Step, budget_bytes: Mapping[Memory, int]) -> list[tuple[int, ...
     is free once they are. A program that makes nothing is not waited for.
 
     Args:
-        step: The instructions, of any kind of plan.
         budget_bytes: Per memory; at least its replayed peak, or every instruction waits for all
             before it. A memory that is not named has room for everything.
     """
@@ -59,7 +58,6 @@ def with_scratch(step: Step, scratch_bytes: Callable[[str], int]) -> Step:
     that its replay and its waits have room for that, too.
 
     Args:
-        step: The instructions, of any kind of plan.
         scratch_bytes: Gives, for the name of a program, what it may allocate per device; 0 where a
             program of another process is not known.
     """
@@ -114,8 +112,7 @@ class _Allocated:
 
 
 class _Window:
-    """The instructions, per memory, that are issued and not known to have finished, while a step is
-    gone through.
+    """The instructions of each memory that are issued so far and not known to have finished.
 
     An instruction is awaited through an array that it made, or, if those have been donated or freed
     meanwhile, through one that the earliest instruction made that needed them; all that led to it

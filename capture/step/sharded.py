@@ -88,8 +88,6 @@ def peak_bytes(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> int:
     """Return the peak memory of one device over a step.
 
     Args:
-        cost: What a model's operators cost on the devices.
-        modes: The mode of each operator.
         batch_size: Examples per device.
     """
     pairs = list(zip(cost.model.operators, modes, strict=True))
@@ -120,8 +118,6 @@ def build_step(
     """Return the step as the search counts it, operator by operator.
 
     Args:
-        cost: What a model's operators cost on the devices.
-        modes: The mode of each operator.
         batch_size: Examples per device.
         names: Names of the operators; those of the model unless given.
     """
@@ -139,11 +135,8 @@ def build_training(
     """Return the step as it is executed: one program on all devices.
 
     Args:
-        num_devices: On which it runs.
-        num_params: Arrays of the parameters.
         num_leaves: Leaves of the batch, with a random key if the loss takes one.
         nbytes: What a device has of the parameters, the optimizer state, the batch and the loss.
-        transient_bytes: As of the compiled program.
     """
     place, params = Place("devices", tuple(range(num_devices))), tuple(range(num_params))
     leaves, (of_params, of_state, of_batch, of_loss) = tuple(range(num_leaves)), nbytes
@@ -200,7 +193,6 @@ class _Operators:
     ``gathered``, ``prefetched`` and ``gradients``; they hold what an operator's number names.
 
     Attributes:
-        place: All devices.
         state: Parameters and optimizer state, by operator.
     """
 

@@ -21,7 +21,7 @@ time, this is the order of issue: the program order of ``capture.step.program.re
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,11 +54,9 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Work:
-    """An item of a simulation, which takes time, memory, or both. Its id is its position among the
-    items.
+    """An item of a simulation, which takes time, memory, or both; its id is its position.
 
     Attributes:
-        label: For people.
         streams: All are occupied from beginning to end: a transfer occupies the sender's link and
             the receiver's, a collective the links of all. An item without streams waits for nothing
             but ``after``.
@@ -103,7 +101,6 @@ class Simulation:
     """The beginnings and ends of all items of work, and what devices hold over time.
 
     Attributes:
-        work: The items, as given.
         starts, ends: Per item, seconds from the beginning.
         memory: What every device holds that a buffer is on.
     """
@@ -150,7 +147,8 @@ def simulate(work: Sequence[Work]) -> Simulation:
         >>> simulation.seconds, simulation.memory[0].peak.peak_bytes, simulation.memory[0].samples
         (5, 100, ((0, 80), (2, 100), (5, 0)))
     """
-    frees = _check(work)
+    frees = list[list[_Made]]()
+    ExecutionError.check(_violations(work, frees))
     starts, ends = times(
         [item.seconds for item in work],
         [item.after for item in work],
@@ -194,55 +192,45 @@ def times(
 _Made = tuple[int, Allocation]
 
 
-def _check(work: Sequence[Work]) -> list[list[_Made]]:
-    """Return, per item, the buffers that it frees; raise all violations at once."""
-    violations: list[Violation] = []
+def _violations(work: Sequence[Work], frees: list[list[_Made]]) -> Iterator[Violation]:
+    """Yield what is wrong with the items; append the buffers that each of them frees."""
     live: dict[str, _Made] = {}
-    frees: list[list[_Made]] = []
     for i, item in enumerate(work):
         name = f"item {i} ({item.label})"
         if wrong := [j for j in item.after if not 0 <= j < i]:
-            message = (
+            yield Violation(
                 f"{name} waits for the items {wrong}; give ids of earlier items only, 0 <= id < "
-                f"{i}."
+                f"{i}.",
+                "simulate-order",
             )
-            violations.append(Violation(message, "simulate-order"))
         if not item.seconds >= 0:  # not a number is no time either
-            violations.append(
-                Violation(
-                    f"{name} takes seconds={item.seconds}; give 0 or more.", "simulate-seconds"
-                )
+            yield Violation(
+                f"{name} takes seconds={item.seconds}; give 0 or more.", "simulate-seconds"
             )
         frees.append([])
-        _allocate(i, item.allocates, live, name, violations)
+        yield from _allocated(i, item.allocates, live, name)
         for freed in item.frees:
             if freed in live:
                 frees[i].append(live.pop(freed))
             else:
-                message = (
+                yield Violation(
                     f"{name} frees buffer {freed!r}, which no earlier item allocated, or one "
-                    "freed already."
+                    "freed already.",
+                    "simulate-buffer",
                 )
-                violations.append(Violation(message, "simulate-buffer"))
-        _allocate(i, item.produces, live, name, violations)
-    ExecutionError.check(violations)
-    return frees
+        yield from _allocated(i, item.produces, live, name)
 
 
-def _allocate(
-    i: int,
-    buffers: Sequence[Allocation],
-    live: dict[str, _Made],
-    name: str,
-    violations: list[Violation],
-) -> None:
+def _allocated(
+    i: int, buffers: Sequence[Allocation], live: dict[str, _Made], name: str
+) -> Iterator[Violation]:
     for buffer in buffers:
         if buffer.name in live:
-            message = (
+            yield Violation(
                 f"{name} allocates buffer {buffer.name!r}, which item {live[buffer.name][0]} did "
-                "and nothing freed."
+                "and nothing freed.",
+                "simulate-buffer",
             )
-            violations.append(Violation(message, "simulate-buffer"))
         live[buffer.name] = (i, buffer)
 
 

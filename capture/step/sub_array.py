@@ -25,7 +25,6 @@ class Bundle:
 
     Attributes:
         name: For people and plans: ``layer 3 maps 0``.
-        category: As in the ledger.
         nbytes: Of all of them.
         writer: Segment that makes them; None for state and what is fed.
         readers: Segments that read them, ascending.
@@ -100,8 +99,7 @@ class HeldBundle(NamedTuple):
 
 
 class SegmentCall(NamedTuple):
-    """The computation of a program of an array's step: a call of the first sub-array that makes it,
-    and its seconds."""
+    """A program of an array's step: a call of the first sub-array that makes it; seconds."""
 
     array: int
     call: Call
@@ -165,7 +163,6 @@ class Issued:
         soon: Swapped bundles that may be fetched before it runs, with the segments that use them,
             in their order.
         slices: Programs that make bundles again, which run before it.
-        call: Its program.
         gone: Bundles that end with it, and that no program takes over.
         outs: Bundles that are swapped out after it.
     """
@@ -178,15 +175,10 @@ class Issued:
 
 
 class Uses:
-    """The segments at which a sub-array's bundles are used if all are retained: the same for all
-    decisions, found once.
+    """The segments that use a sub-array's bundles if all are retained, whatever is decided.
 
     Attributes:
-        sub_array: The segments.
-        issued: Per segment.
         last_forward: By bundle, the last segment of the forward pass that makes or reads it.
-        nbytes: By bundle.
-        state, shared: Bundles.
         dying: Per segment, the bundles that are used last at it, ascending.
     """
 
@@ -243,7 +235,6 @@ class Lifetimes:
     Attributes:
         where: They are used if nothing is.
         swapped: Bundle -> how many segments before its first use backward it is fetched.
-        recomputed: Bundles.
         behind: Swapped bundle -> after how many segments of all sub-arrays its copy to the host is
             waited for, where something could come early in its place.
     """

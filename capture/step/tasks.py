@@ -45,15 +45,12 @@ class Task:
 
     Attributes:
         name, program: Unique in a step; what runs, and where.
-        reads: The argument groups.
         makes: The results. A value that is taken over and made is changed in its place.
-        takes: What the program takes over.
         rests: Values that go to another place behind the program and leave this one. A copy of a
             value with a home is written over that value.
         ends: Values that nothing reads behind the program, or nothing has read since a copy that
             may not have ended: they stay till then, and end there.
         at: The places of values that are not where the program is, which may be several devices.
-        label: For people.
     """
 
     name: str
@@ -76,7 +73,6 @@ class Send:
 
     Attributes:
         value, place: What, and where to.
-        label: For people.
         nbytes: Of the value at its source, if that has other arrays, too.
         rests: Whether it leaves where it was.
     """

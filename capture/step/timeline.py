@@ -67,10 +67,6 @@ class LinkTimes:
     **Assumes** that every device has its link to itself, and sends or receives its part at the same
     time as the others of its place. Where devices share an adapter this is too fast for parts that
     all differ: of replicas one would have to leave the node, and how many there are is not known.
-
-    Attributes:
-        cluster: Says which devices share a node.
-        rates: The target's: links between devices and with hosts.
     """
 
     cluster: Cluster
@@ -88,8 +84,7 @@ class LinkTimes:
         return self.between(source.devices, target.devices, nbytes)
 
     def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
-        """Return the seconds over the link inside a node if all devices lie in one, or between
-        nodes; or over a torus."""
+        """Return the seconds over the link in a node, or between nodes; or over a torus."""
         if self.cluster.slice_shape:
             return self._links.routed(tuple(source), tuple(target)).seconds(nbytes)
         nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
@@ -108,7 +103,6 @@ class StepTimeline:
         simulation: What happened when. Devices that serve the same places hold the same bytes at
             every instant, so the first of them stands for all in ``simulation.memory``.
         program_order: The ledger of the replay, for comparison.
-        step: Simulated.
         processes: Where ``capture.step.trace_events`` shows a stream or a memory: under the place,
             a link under the sender.
         program_seconds: Per name in the table of the step, of one execution.
@@ -156,8 +150,7 @@ _UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}))
 
 
 def compute_stream(name: str) -> str:
-    """Return the name of the stream on which the devices of a place compute; of a device in several
-    places, by its own name."""
+    """Return the stream on which a place computes; of a device in several, by its own name."""
     return f"{name} compute"
 
 
@@ -165,8 +158,6 @@ def simulate_step(step: Step, seconds: Seconds, *, feeds_ahead: int | None = 1) 
     """Simulate one step.
 
     Args:
-        step: The instructions, of any kind of plan.
-        seconds: Times of its programs, feeds and copies.
         feeds_ahead: How many programs of its place a feed may run ahead: 0 starts it when the
             program before its own has ended, 1 during that program, and so on; None as soon as the
             link is free, as far ahead as the step goes.
@@ -183,8 +174,7 @@ def simulate_step(step: Step, seconds: Seconds, *, feeds_ahead: int | None = 1) 
 
 
 class _Items:
-    """The items of work of a step's instructions; remembers which item wrote a slot, and which have
-    read it since."""
+    """The items of work of a step; remembers which wrote a slot, and which have read it since."""
 
     def __init__(self, step: Step, seconds: Seconds, feeds_ahead: int | None):
         self._step, self._seconds, self._feeds_ahead = step, seconds, feeds_ahead

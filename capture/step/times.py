@@ -75,15 +75,7 @@ class StageTimes:
 
     def of(self, program: str) -> float:
         """Return the seconds of the program that a ``Run`` names."""
-        return {
-            "forward": self.forward_seconds,
-            "backward": self.backward_seconds,
-            "update": self.update_seconds,
-            "summarize": self.summarize_seconds,
-            "backward_inputs": self.backward_inputs_seconds,
-            "backward_weights": self.backward_weights_seconds,
-            "zero_gradients": 0.0,
-        }[program]
+        return 0.0 if program == "zero_gradients" else getattr(self, f"{program}_seconds")
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,6 @@ class TimeModel:
     """The model of programs' times on a target, from its rates and links.
 
     Attributes:
-        rates: The target's: compute, memory and links.
         layout: Where the devices stand that collectives join.
         counts: What of a program whose order is not known: all seconds, or those of one resource,
             which are a lower bound and add up over layers.
@@ -162,8 +153,7 @@ class TimeModel:
 
     @cached_property
     def _known(self) -> dict[int, tuple[ProgramWork, ProgramSeconds]]:
-        """The seconds of programs by ``id``, and the programs, kept alive so that it stays
-        valid."""
+        """The seconds of programs by ``id``, with the programs, so that the id stays valid."""
         return {}
 
     def _computing(self, work: ProgramWork) -> float:
@@ -189,8 +179,7 @@ class TimeModel:
 
     @cached_property
     def _sums(self) -> dict[int, tuple[tuple[Kernel, ...], float]]:
-        """The kernels of programs by ``id``, kept alive so that it stays valid, and their
-        seconds."""
+        """The seconds of kernels by ``id``, with the kernels, so that the id stays valid."""
         return {}
 
     def kernel_seconds(self, kernel: Kernel) -> float:
@@ -282,11 +271,7 @@ def pipeline_seconds(
 
 class TableTimes:
     """The times of steps by the table of a schedule: every group executes its tasks in their order,
-    each as soon as what it needs has arrived, and then the updates of its stages.
-
-    Args:
-        schedule: Of any kind.
-    """
+    each as soon as what it needs has arrived, and then the updates of its stages."""
 
     def __init__(self, schedule: Schedule):
         self._schedule = schedule
@@ -315,7 +300,6 @@ class TableTimes:
         """Return the seconds of a step with these times of stages and sends.
 
         Args:
-            times: Per stage.
             sends: Per stage but the last, seconds of what it sends to the next, or gets back from
                 it: one after the other in each direction.
         """

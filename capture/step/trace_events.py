@@ -28,7 +28,6 @@ def trace_events(
     only.
 
     Args:
-        simulation: Any.
         processes: The heading under which a stream or a memory is shown; by default ``"streams"``
             and ``"memory"``.
     """
@@ -53,21 +52,9 @@ def trace_events(
         named.append(order_event("thread_sort_index", pid, tids[stream], tids[stream]))
     for i, (item, start) in enumerate(zip(simulation.work, simulation.starts, strict=True)):
         for stream in item.streams:
-            event = {
-                "ph": "X",
-                "name": item.label,
-                "cat": item.kind or "work",
-                "pid": pid_of(stream, "streams"),
-                "tid": tids[stream],
-            }
-            timed.append(
-                event
-                | {
-                    "ts": _microseconds(start),
-                    "dur": _microseconds(item.seconds),
-                    "args": {"item": i},
-                }
-            )
+            where, times = (pid_of(stream, "streams"), tids[stream]), (start, item.seconds)
+            event = complete_event(item.label, item.kind or "work", where, times)
+            timed.append(event | {"args": {"item": i}})
     for device, use in simulation.memory.items():
         name = f"memory of {name_of(device)}"
         event = {"ph": "C", "name": name, "pid": pid_of(device, "memory")}
@@ -82,12 +69,7 @@ def trace_events(
 def save_trace(
     simulation: Simulation, path: str | Path, processes: Mapping[Memory, str] | None = None
 ) -> None:
-    """Write the events to a file.
-
-    Args:
-        simulation, processes: As for ``trace_events``.
-        path: Ends in ``.json`` by custom.
-    """
+    """Write the events to a file."""
     save_events(trace_events(simulation, processes), path)
 
 
@@ -105,6 +87,15 @@ def save_events(events: Sequence[Mapping[str, object]], path: str | Path) -> Non
 
 def _microseconds(seconds: float) -> float:
     return float(seconds) * MICROSECONDS
+
+
+def complete_event(
+    name: str, category: str, where: tuple[int, int], times: tuple[float, float]
+) -> dict[str, Any]:
+    """Return the event (phase X) of what began when and took how long, in seconds."""
+    begin, seconds = map(_microseconds, times)
+    of = {"ph": "X", "name": name, "cat": category, "pid": where[0], "tid": where[1]}
+    return {**of, "ts": begin, "dur": seconds}
 
 
 def name_event(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from capture.model.workload import PyTree, WorkloadProtocol, takes_key
+from capture.model.workload import WorkloadProtocol, takes_key
 from capture.tracing.flops import equation_flops
 from capture.tracing.jaxprs import consts_of, is_variable, opened, sub_jaxprs
-from capture.tracing.model import _batch, _loss_jaxpr
+from capture.tracing.model import TracedLoss
 
 #: Relative difference of losses that rounding does not explain, ...
 TOLERANCE = 1e-4
@@ -62,17 +62,6 @@ class SplitCheck:
     scales: bool | None = None
 
 
-@dataclass(frozen=True)
-class _TracedTwice:
-    """The loss as traced for n and for 2 n examples."""
-
-    num_examples: int
-    closed: Any
-    doubled: Any
-    params: PyTree
-    batch_dims: list[int | None]
-
-
 def check_split(
     workload: WorkloadProtocol, microbatch_size: int, *, numeric_limit_parameters: int = 5_000_000
 ) -> SplitCheck:
@@ -85,7 +74,6 @@ def check_split(
     ``jax.custom_vjp`` makes some.
 
     Args:
-        workload: The task.
         microbatch_size: Examples of a micro-batch; a model may refuse others.
         numeric_limit_parameters: Parameters below which the loss is run; 0 never runs it.
 
@@ -99,8 +87,7 @@ def check_split(
         >>> check_split(task, 4, numeric_limit_parameters=0).splits
         False
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(workload.init, key)
+    params = jax.eval_shape(workload.init, jax.eval_shape(lambda: jax.random.key(0)))
     small = sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(params)
     ) < numeric_limit_parameters and not takes_key(workload)
@@ -109,9 +96,11 @@ def check_split(
     traced, error = None, ""
     for size in dict.fromkeys([*powers, last, microbatch_size]):
         try:
-            traced = _trace_twice(workload, params, size, key)
+            traced = TracedLoss.of(workload, size, params)
+            traced.doubled  # noqa: B018  # traced here, and kept
             break
         except Exception as refused:  # a model may refuse a batch in any way
+            traced = None
             error = error or f"{type(refused).__name__}: {refused}"
     if traced is None:
         return SplitCheck(
@@ -119,8 +108,8 @@ def check_split(
             "read",
             f"The loss cannot be traced for {last} and {2 * last} examples: {error}",
         )
-    if small and _can_run(traced) and (found := _compare(workload, traced)) is not None:
-        return replace(found, scales=_scales(workload, traced))
+    if small and _can_run(traced) and (found := _compare(traced)) is not None:
+        return replace(found, scales=_scales(traced))
     if _numbers(traced.closed) != _numbers(traced.doubled):
         return SplitCheck(None, "read", "")
     return SplitCheck(
@@ -156,11 +145,9 @@ def _is_number(atom: Any) -> bool:
 
 
 def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None:
-    """Return the warning for a user whose loss does not split over micro-batches; None if it
-    splits.
+    """Return the warning for a loss that does not split over micro-batches; None if it splits.
 
     Args:
-        check: Check of the loss.
         parts: Name of the parts whose number a plan chooses.
     """
     if check.splits or not check.reason:
@@ -177,8 +164,7 @@ def split_warning(check: SplitCheck, parts: str = "micro-batches") -> str | None
 
 
 def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str, ...]:
-    """Return all warnings that a user should read before training with a loss; arguments as for
-    ``split_warning``."""
+    """Return all warnings on a loss before training; arguments as for ``split_warning``."""
     warnings = [split_warning(check, parts)]
     if check.loss is not None:
         warnings.append(
@@ -195,50 +181,33 @@ def loss_warnings(check: SplitCheck, parts: str = "micro-batches") -> tuple[str,
     return tuple(warning for warning in warnings if warning is not None)
 
 
-def _trace_twice(
-    workload: WorkloadProtocol, params: PyTree, size: int, key: object
-) -> _TracedTwice:
-    batch, dims = _batch(workload, size, key)
-    doubled = jax.eval_shape(lambda k: workload.batch(k, 2 * size), key)
-    return _TracedTwice(
-        size,
-        _loss_jaxpr(workload, params, batch, key),
-        _loss_jaxpr(workload, params, doubled, key),
-        params,
-        dims,
-    )
-
-
-def _can_run(traced: _TracedTwice) -> bool:
+def _can_run(traced: TracedLoss) -> bool:
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(traced.params)):
         return False  # integers, keys: only ``init`` knows what they may be
-    elements = sum(
-        math.prod(v.aval.shape)
-        for v in traced.doubled.jaxpr.invars[len(jax.tree.leaves(traced.params)) :]
-    )
+    batch = traced.doubled.jaxpr.invars[traced.num_params :]
+    elements = sum(math.prod(v.aval.shape) for v in batch)
     flops = sum(map(equation_flops, traced.doubled.jaxpr.eqns))
     return elements < _NUMERIC_LIMIT_BATCH_ELEMENTS and flops < _NUMERIC_LIMIT_FLOPS
 
 
-def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | None:
+def _compare(traced: TracedLoss) -> SplitCheck | None:
     """Run the loss on a batch and on its halves and compare; None where it cannot be run, or
     rounding may explain the difference."""
     leaves = jax.tree.leaves(traced.params)
     try:
         with jax.default_device(jax.devices("cpu")[0]):
             random = np.random.default_rng(0)
-            whole, first, second = _losses(
-                workload, traced, [_random_leaf(leaf, random) for leaf in leaves]
-            )
+            params = [_random_leaf(leaf, random) for leaf in leaves]
+            whole, first, second = _losses(traced, params)
             if not math.isfinite(whole):  # as random parameters may make it
-                begun = jax.tree.leaves(_quickly(workload.init, jax.random.key(0)))
-                loss = _losses(workload, traced, begun)[0]
+                begun = jax.tree.leaves(_quickly(traced.workload.init, jax.random.key(0)))
+                loss = _losses(traced, begun)[0]
                 return None if math.isfinite(loss) else SplitCheck(None, "numeric", "", loss)
     # no CPU backend in this process, a kernel for another device, ...: what was traced is what is
     # known
     except Exception:
         return None
-    n, mean = traced.num_examples, (first + second) / 2
+    n, mean = traced.microbatch_size, (first + second) / 2
 
     def far(other: float) -> float:
         return abs(whole - other) / max(abs(whole), abs(other), 1e-30)
@@ -258,7 +227,7 @@ def _compare(workload: WorkloadProtocol, traced: _TracedTwice) -> SplitCheck | N
     return SplitCheck(False, "numeric", said)
 
 
-def _scales(workload: WorkloadProtocol, traced: _TracedTwice) -> bool | None:
+def _scales(traced: TracedLoss) -> bool | None:
     """Run the backward pass from 1 and from 1/2 and compare; None without a rule of the model's own
     (``jax.custom_vjp``), or where it cannot be run."""
     if not _has_rule(traced.closed):
@@ -272,8 +241,7 @@ def _scales(workload: WorkloadProtocol, traced: _TracedTwice) -> bool | None:
 
     try:
         with jax.default_device(jax.devices("cpu")[0]):
-            made = _quickly(lambda key: workload.batch(key, traced.num_examples), jax.random.key(0))
-            batch, one = jax.tree.leaves(made), np.ones((), struct.dtype)
+            batch, one = _batch(traced, 1), np.ones((), struct.dtype)
             run = _compiled(backward, params, batch, one)
             whole, half = (run(params, batch, begin) for begin in (one, one / 2))
     except Exception:  # as of ``_compare``
@@ -292,13 +260,15 @@ def _has_rule(body: object) -> bool:
     )
 
 
-def _losses(
-    workload: WorkloadProtocol, traced: _TracedTwice, params: Sequence[Any]
-) -> tuple[float, float, float]:
-    """Return the losses of 2 n random examples and of their two halves, with the leaves of some
-    parameters."""
-    n = traced.num_examples
-    batch = jax.tree.leaves(_quickly(lambda key: workload.batch(key, 2 * n), jax.random.key(0)))
+def _batch(traced: TracedLoss, times: int) -> list[Any]:
+    """Return the leaves of a batch of so many times the examples that were traced."""
+    workload, size = traced.workload, times * traced.microbatch_size
+    return jax.tree.leaves(_quickly(lambda key: workload.batch(key, size), jax.random.key(0)))
+
+
+def _losses(traced: TracedLoss, params: Sequence[Any]) -> tuple[float, float, float]:
+    """Return the losses of 2 n random examples and of their two halves."""
+    batch = _batch(traced, 2)
     halves = [
         [
             leaf if dim is None else np.split(np.asarray(leaf), 2, axis=dim)[i]

@@ -17,23 +17,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from capture.model.graph import Tensor
-from capture.tracing.jaxprs import opened, several, sub_jaxprs
+from capture.tracing.jaxprs import opened, primitives, several, sub_jaxprs
 from capture.tracing.model import TracedModel
 from capture.tracing.slices import struct_of
 
 #: Parameters that name the dimensions along which these operations mix elements.
-_ALONG = {
-    "sort": "dimension",
-    "rev": "dimensions",
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumlogsumexp": "axis",
-    "argmax": "axes",
-    "argmin": "axes",
-}
-
+_ALONG = {"sort": "dimension", "rev": "dimensions", "argmax": "axes", "argmin": "axes"}
+_ALONG |= dict.fromkeys(primitives("cumsum cumprod cummax cummin cumlogsumexp"), "axis")
 _BROADCASTS = ("broadcast_in_dim", "squeeze")
 
 
@@ -43,7 +33,6 @@ def coupled_examples(one: TracedModel, other: TracedModel, stop: int) -> str | N
 
     Args:
         one, other: The same loss at two sizes.
-        stop: Layer.
     """
     if any(tensor.dtype.startswith("key<") for tensor in one.graph.batch):
         return "the loss takes a random key"

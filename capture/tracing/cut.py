@@ -40,7 +40,6 @@ def flatten_loss(closed, num_params: int, num_layers: int | None) -> Flattening:
 
     Args:
         closed: Jaxpr of the loss; parameter leaves come first.
-        num_params: Number of them.
         num_layers: As for ``cut_loss``; more than there are operations: all scans over stacked
             parameters are unrolled.
     """
@@ -73,9 +72,7 @@ def cut_loss(
     num_devices: int,
     at_products: bool,
 ) -> tuple[Flattening, list[int], bool]:
-    """Return the flat loss, its cut positions, and whether these were chosen automatically;
-    arguments as for
-    ``capture.tracing.model.trace``."""
+    """Return the flat loss, its cut positions, and whether these are automatic; see ``trace``."""
     if at_products:
         # Any scan is more than one of so many layers.
         flat = flatten_loss(closed, num_params, sys.maxsize)
@@ -92,8 +89,7 @@ def cut_loss(
 
 
 def mark_cuts(program: LossProgram) -> list[int]:
-    """Return the cut positions at the model's marks; a mark with nothing to compute before or after
-    it is no cut.
+    """Return the cut positions at marks of the model with something to compute on both sides.
 
     Raises:
         TracingError: ``trace-no-marks`` if no mark divides the program.
@@ -182,8 +178,7 @@ def _has_product(name: str, params: dict[str, object]) -> bool:
 
 
 def layers_without_marks(program: LossProgram, num_devices: int) -> int:
-    """Choose the number of layers of a loss without marks; it is the same at every micro-batch
-    size.
+    """Choose the number of layers of a loss without marks, the same at every micro-batch size.
 
     As many as it has equal blocks: a part of them where they are too many to measure, a multiple
     where they are too few for stages to differ. Never more than there are operations that apply
@@ -228,8 +223,7 @@ def layers_without_marks(program: LossProgram, num_devices: int) -> int:
 
 
 def crossing_bytes(program: LossProgram) -> list[int]:
-    """Return the bytes that are live across each position 0..len(ops), recomputed values and leaves
-    excluded."""
+    """Return the bytes live across each position, without recomputed values and leaves."""
     end = len(program.ops)
     last_read: dict[int, int] = {
         v: i for i, op in enumerate(program.ops) if i not in program.recomputed for v in op.reads
@@ -314,7 +308,6 @@ def cheapest_path(
 
     Args:
         progress: Ascending.
-        costs: Cost of a cut at each index.
         num_steps: L.
         least, most: Bounds on the progress of a step.
         found: Ascending; grows in every step.

@@ -35,7 +35,6 @@ class DataFlow:
     """A closed jaxpr with its calls opened, so that data flow is seen per equation.
 
     Args:
-        closed: The jaxpr.
         open_remats: Whether bodies that are computed again are opened, too.
         open_branches: Whether branches of ``lax.cond`` are opened, as for ``opened``.
 
@@ -147,8 +146,7 @@ class DataFlow:
         return self._position.get(var, -1)
 
     def needed(self, wanted: Sequence[object], given: object = ()) -> list[Any]:
-        """Return the equations that the wanted values depend on, in order, stopping at given
-        values."""
+        """Return the equations that values depend on, in order, stopping at given ones."""
         return [self.jaxpr.eqns[position] for position in self.needed_at(wanted, given)]
 
     def needed_at(self, wanted: Sequence[object], given: Any = ()) -> list[int]:
@@ -205,8 +203,6 @@ def bind(
     """Run one equation, in its own scope and at its own line, and note its results.
 
     Args:
-        equation: One operation of a jaxpr.
-        args: The operands of the operation.
         values: Values by variable; results are added.
         caller: The traceback of the call around it, if it is of an opened function.
         call: Run in its place, with as many results.

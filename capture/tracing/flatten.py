@@ -44,8 +44,7 @@ _PER_PART = ("convert_element_type", "transpose", "copy")
 
 @dataclass
 class _Stack:
-    """A value that is known as its parts along one dimension; the stacked array is only made if
-    someone needs it."""
+    """A value that is known as its parts along one dimension, and stacked only if needed."""
 
     parts: list[int]
     dim: int
@@ -60,7 +59,6 @@ class Flattening:
     """The flat program of a loss, and what was learned of its scans.
 
     Attributes:
-        program: The operations.
         scan_flops: FLOPs of each scan over stacked parameters that was left closed.
         stacked: Dimension of each parameter leaf over which an unrolled scan ran.
         unrolled: The scans that were chosen to be unrolled; None: those with marks.
@@ -84,7 +82,6 @@ def flatten(
     Args:
         closed: Closed jaxpr; its inputs are the parameter leaves, then the batch leaves, and the
             first of its outputs is the loss.
-        num_params: Number of parameter leaves.
         unroll: Scans to unroll; None to honour layer marks: scans with a mark in the body are
             unrolled, and marks are recorded.
         stacked: Dimension along which to divide a parameter leaf into one per layer, by leaf.
@@ -135,8 +132,7 @@ def flatten(
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of an equation: its name scopes, the remat regions around it, its path, and where
-    the model calls it."""
+    """The name scopes, remat regions and path of an equation, and where the model calls it."""
 
     scope: str = ""
     regions: tuple[RematRegion, ...] = ()
@@ -244,7 +240,18 @@ class _Flattener:
         outputs = [self.new_value(var.aval) for var in equation.outvars]
         regions = tuple(replace(region, segment=len(self.marks)) for region in place.regions)
         self.ops.append(
-            Op.of(equation, tuple(inputs), tuple(outputs), place.scope, place.traceback, regions)
+            Op(
+                equation.primitive,
+                equation.params,
+                tuple(inputs),
+                tuple(outputs),
+                equation.ctx,
+                bool(equation.effects),
+                place.scope,
+                place.traceback,
+                regions,
+                equation_flops(equation),
+            )
         )
         if (
             equation.primitive.name in _PER_PART

@@ -5,36 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from capture.tracing.jaxprs import sub_jaxprs
+from capture.tracing.jaxprs import primitives, sub_jaxprs
 
 #: Only move, name or reinterpret data.
-_NO_FLOPS = frozenset(
-    {
-        "reshape",
-        "broadcast_in_dim",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "concatenate",
-        "pad",
-        "split",
-        "iota",
-        "select_n",
-    }
-    | {
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "gather",
-        "copy",
-        "copy_p",
-        "convert_element_type",
-        "bitcast_convert_type",
-    }
-    | {"name", "stop_gradient", "optimization_barrier", "debug_callback", "debug_print"}
-    | {"random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in"}
-)
+_NO_FLOPS = primitives("""
+    reshape broadcast_in_dim transpose squeeze expand_dims rev concatenate pad split iota
+    select_n slice dynamic_slice dynamic_update_slice gather copy copy_p convert_element_type
+    bitcast_convert_type name stop_gradient optimization_barrier debug_callback debug_print
+    random_seed random_wrap random_unwrap random_split random_fold_in""")
 
 
 def equation_flops(equation) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.tracing.cut import PRODUCTS
-from capture.tracing.jaxprs import variables
+from capture.tracing.jaxprs import primitives, variables
 from capture.tracing.leaf_uses import LAYOUT
 
 
@@ -38,7 +38,6 @@ def multiplied(jaxpr, known: dict[object, bool]) -> dict[Any, bool]:
     or in another layout.
 
     Args:
-        jaxpr: The forward pass.
         known: Values that others read, each with whether only such products do.
     """
     found = dict(known)
@@ -78,34 +77,12 @@ def computed_in(equation) -> tuple[str, str]:
 
 
 #: Ops that a compiler fuses into what reads their result, beside element-wise ones.
-_FUSED = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "expand_dims",
-        "iota",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+_FUSED = primitives("""
+    broadcast_in_dim convert_element_type expand_dims iota reshape squeeze stop_gradient
+    transpose""")
 #: Ops that are none although they keep the shape.
-_WHOLE = frozenset(
-    {
-        "cumlogsumexp",
-        "cummax",
-        "cummin",
-        "cumprod",
-        "cumsum",
-        "random_bits",
-        "rev",
-        "sort",
-        "while",
-        "scan",
-        "cond",
-    }
-)
+_WHOLE = primitives("""
+    cumlogsumexp cummax cummin cumprod cumsum random_bits rev sort while scan cond""")
 
 
 #: Ops that are too long to be computed again where a later one reads their result; the second only
@@ -154,11 +131,9 @@ def kept(
     that tells where one of them is positive is computed again although it would be less.
 
     Args:
-        jaxpr: The forward pass.
         saved: Variables that ``jax.vjp`` saves.
         free: Variables that cost nothing.
         boundary: Values between layers.
-        nbytes: Gives the bytes of a variable.
         fuse_operands: Whether operands of products are fused into them (``Products``).
     """
     stops = set(boundary)
@@ -203,10 +178,8 @@ def going_backwards(jaxpr, product, there: set, nbytes: Callable[[object], int])
     is in memory, kept or not.
 
     Args:
-        jaxpr: The forward pass.
         product: Equation of the product of the forward pass; None without one.
         there: Variables that are kept, and those that cost nothing.
-        nbytes: Gives the bytes of a variable.
     """
     most, equations, there = 0, list(jaxpr.eqns), set(there)
     for equation in equations:

@@ -16,10 +16,7 @@ class Growth:
     """The dimensions along which the values between the layers of a loss grow with the micro-batch.
 
     Attributes:
-        microbatch_size: Micro-batch size at which the loss was traced.
         operations: Operations with the values that they make, in the order of the program.
-        values: Numbers of the values.
-        shapes: Shape of each value.
         dims: Dimension of each value that doubles with the micro-batch; None for none.
     """
 

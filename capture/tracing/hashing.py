@@ -21,6 +21,7 @@ from capture.tracing.jaxprs import (
     is_body,
     is_variable,
     opened,
+    primitives,
     sub_jaxprs,
 )
 from capture.tracing.keys import words
@@ -30,20 +31,9 @@ from capture.tracing.split_rule import PRIMITIVE
 
 #: Parameters of equations that say nothing about the result, or that hold the functions of a custom
 #: rule (hashed by what they trace to).
-_IGNORED = frozenset(
-    {
-        "name",
-        "name_and_src_info",
-        "debug_info",
-        "ctx_mesh",
-        "fwd_jaxpr_thunk",
-        "jvp_jaxpr_fun",
-        "bwd",
-        "out_trees",
-        "inline",
-        "keep_unused",
-    }
-)
+_IGNORED = primitives("""
+    name name_and_src_info debug_info ctx_mesh fwd_jaxpr_thunk jvp_jaxpr_fun bwd out_trees
+    inline keep_unused""")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _NO_PROGRAM = LossProgram((), (), {}, (), (), 0, (), ())
 
@@ -53,8 +43,7 @@ def digest(text: str) -> str:
 
 
 def jaxpr_key(closed: object) -> str:
-    """Return a hash that is equal for closed jaxprs that compute the same, closed-over arrays
-    included."""
+    """Return a hash that is equal for closed jaxprs that compute the same, constants too."""
     return ProgramHasher(_NO_PROGRAM).body(closed)
 
 
@@ -126,17 +115,13 @@ class ProgramHasher:
         return _type(self._program.avals[value])
 
     def _equation(self, equation) -> str:
-        """Return a text of the primitive and parameters of an ``Op`` or of an equation of a
-        jaxpr."""
+        """Return a text of the primitive and parameters of an ``Op`` or of an equation."""
         name, params = equation.primitive.name, equation.params
         shown = {
             k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")
         }
         # Which has no derivative: its rules do not matter.
-        in_rule, self._in_rule = (
-            self._in_rule,
-            self._in_rule or name == PRIMITIVE,
-        )
+        in_rule, self._in_rule = self._in_rule, self._in_rule or name == PRIMITIVE
         text = f"{name}{self.text(shown)}"
         self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
@@ -186,8 +171,7 @@ class ProgramHasher:
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
     def text(self, value: Any) -> str:
-        """Return a text of a parameter of an equation, without names, addresses and variable
-        identity."""
+        """Return a text of a parameter, without names, addresses and variable identity."""
         match value:
             case Mapping():
                 return "{" + ",".join(f"{k}:{self.text(v)}" for k, v in sorted(value.items())) + "}"
@@ -262,8 +246,7 @@ def _pullback(primitive, params: dict[str, object]) -> Callable[..., Any]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Return the names of globals and attributes that a function or one inside it uses, in
-    order."""
+    """Return the names of globals and attributes that a function uses, in order."""
     nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 

@@ -25,6 +25,11 @@ CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"
 BODIES = CALLS | REMATS | CUSTOM_RULES
 
 
+def primitives(text: str) -> frozenset[str]:
+    """Return the names of primitives that a text lists."""
+    return frozenset(text.split())
+
+
 def is_body(value: object) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
 
@@ -92,8 +97,6 @@ def evaluate(
     """Evaluate the body of a jaxpr and return its results.
 
     Args:
-        body: A jaxpr, open or closed.
-        args: The inputs of the body.
         run: Given an equation, its operands and the values by variable, adds its results to them.
     """
     jaxpr = opened(body)

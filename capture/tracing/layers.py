@@ -15,8 +15,7 @@ from capture.tracing.program import LossProgram, Op
 
 @dataclass(frozen=True, eq=False)
 class LayerOps:
-    """The operations of one layer, with the program's values that they read and make, each list
-    ascending.
+    """The operations of one layer, and the values that they read and make, each list ascending.
 
     Attributes:
         ops: Operations in program order, recomputed ones included.

@@ -47,7 +47,6 @@ def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
     """Return how to split an operation along one of its operands; None if it cannot be.
 
     Args:
-        op: An operation that reads a parameter.
         operand: Position of the parameter among its inputs.
         shape: The parameter's shape as the operation reads it.
     """
@@ -79,7 +78,6 @@ class Cast:
     """The cast to a smaller dtype through which all layers read a parameter.
 
     Attributes:
-        dtype: Data type of the cast.
         once: Whether one layer does so, in one place. The parameter's gradient is then that of the
             cast, converted; of several casts it is a sum, which the dtype need not hold.
     """
@@ -114,8 +112,7 @@ def casts(program: LossProgram, layers: Sequence[LayerOps]) -> tuple[Cast | None
 
 
 def split_dims(program: LossProgram) -> tuple[int | None, ...]:
-    """Return, per parameter, the dimension along which all operations that read it can be split;
-    None if there is none."""
+    """Return, per parameter, the dimension along which all its readers can be split; else None."""
     seen: dict[int, tuple[int, tuple[int, ...]]] = {
         v: (p, tuple(range(len(program.avals[v].shape)))) for p, v in enumerate(program.params)
     }

@@ -39,14 +39,11 @@ def least_kept(
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None] = recompute_bytes,
 ) -> list[Any]:
-    """Return the values to keep by a minimum cut, in program order; never more bytes than the
-    required ones.
+    """Return the values to keep by a minimum cut, in program order; no more bytes than required.
 
     Args:
-        flow: The forward pass.
         required: Variables that the backward pass reads.
         from_data: Variables that depend on more than parameters; the others are made again.
-        nbytes: What keeping a variable costs.
         recompute: What running an equation again costs, in bytes of traffic; None: never.
     """
 

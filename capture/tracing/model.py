@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -44,7 +45,6 @@ class TracedModel:
         casts: Cast through which all layers read a parameter, if they do (``leaf_uses``), by
             parameter.
         auto_layers: Whether the layers were cut automatically, not at marks or products.
-        growth: Growth of the values that pass between layers.
         remat: What the backward pass of every layer recomputes, where a stage says nothing else.
     """
 
@@ -73,14 +73,21 @@ class TracedModel:
             for tensor, dim in zip(self.graph.params, self.split_dims, strict=True)
         )
 
+    @cached_property
+    def rows(self) -> list[range]:
+        """The parameters of the graph that each leaf of the user's tree is, or is stacked from."""
+        sizes = [leaf.shape for leaf in jax.tree.leaves(self.params_struct)]
+        counts = [sizes[i][self.stacked[i]] if i in self.stacked else 1 for i in range(len(sizes))]
+        stops = accumulate(counts)
+        return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
     def split_params(self, params: PyTree) -> PyTree:
         """Convert the user's parameter tree to the form of ``split_struct``; arrays of NumPy or
         JAX, also while tracing."""
         return _each_stacked(self.params_struct, params, self.stacked, _unstack)
 
     def join_params(self, split: PyTree) -> PyTree:
-        """Convert a tree of the form of ``split_struct`` back to the user's: the inverse of
-        ``split_params``."""
+        """Convert a tree back to the user's form: the inverse of ``split_params``."""
         return _each_stacked(self.params_struct, split, self.stacked, _stack)
 
     def batch_of(self, leaves: Sequence[object]) -> PyTree:
@@ -92,8 +99,7 @@ class TracedModel:
         return self._batch_tree.unflatten(leaves[: self._batch_tree.num_leaves])
 
     def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
-        """Flatten a batch to leaves in the order of ``graph.batch``. The key comes last if the loss
-        takes one, and is not used otherwise.
+        """Flatten a batch in the order of ``graph.batch``; last the key, if the loss takes one.
 
         Args:
             batch: A pytree of the structure that the workload's ``batch`` returns.
@@ -152,7 +158,6 @@ def trace(
     **Assumes** that the traced program does not depend on the values of parameters or data.
 
     Args:
-        workload: The task.
         microbatch_size: Examples in one micro-batch, at least 1.
         num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x,
             "layer_boundary")``: k marks make k + 1 layers, and a scan with a mark in its body is
@@ -170,7 +175,7 @@ def trace(
         TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``,
             ``trace-no-marks``, ``trace-mark-position`` or ``trace-num-layers``.
     """
-    loss = _Loss.of(workload, microbatch_size)
+    loss = TracedLoss.of(workload, microbatch_size)
     flat, cuts, auto_layers = cut_loss(
         loss.closed, loss.num_params, num_layers, unmarked_layers, num_devices, at_products
     )
@@ -200,14 +205,13 @@ def trace(
 
 
 @dataclass(frozen=True)
-class _Loss:
+class TracedLoss:
     """The loss of a workload as a program for one micro-batch, and the shapes that it takes.
 
     Attributes:
         key: The shape of a random key.
         params, batch: The shapes of the parameters and of a micro-batch.
         batch_dims: Per leaf of the batch, the dimension that grows with it.
-        closed: The program.
     """
 
     workload: WorkloadProtocol
@@ -219,8 +223,10 @@ class _Loss:
     closed: Any
 
     @classmethod
-    def of(cls, workload: WorkloadProtocol, microbatch_size: int) -> _Loss:
-        """Trace the loss.
+    def of(
+        cls, workload: WorkloadProtocol, microbatch_size: int, params: PyTree = None
+    ) -> TracedLoss:
+        """Trace the loss; ``params`` are the shapes of its parameters, where they are known.
 
         Raises:
             TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``.
@@ -231,10 +237,17 @@ class _Loss:
                 "trace-microbatch",
             )
         key = jax.eval_shape(lambda: jax.random.key(0))
-        params = jax.eval_shape(workload.init, key)
+        params = jax.eval_shape(workload.init, key) if params is None else params
         batch, batch_dims = _batch(workload, microbatch_size, key)
         closed = _loss_jaxpr(workload, params, batch, key)
         return cls(workload, microbatch_size, key, params, batch, batch_dims, closed)
+
+    @cached_property
+    def doubled(self) -> Any:
+        """The program for twice as many examples, which a model may refuse in any way."""
+        workload, size = self.workload, 2 * self.microbatch_size
+        batch = jax.eval_shape(lambda k: workload.batch(k, size), self.key)
+        return _loss_jaxpr(workload, self.params, batch, self.key)
 
     @property
     def num_params(self) -> int:
@@ -243,10 +256,9 @@ class _Loss:
 
 
 def _tensors(
-    loss: _Loss, flat: Flattening, values: Sequence[int], dims: Sequence[int | None]
+    loss: TracedLoss, flat: Flattening, values: Sequence[int], dims: Sequence[int | None]
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Return the parameters, values and batch leaves of the layer graph; ``dims`` are the
-    dimensions along which values grow with the micro-batch."""
+    """Return the parameters, values (which grow along ``dims``) and batch leaves of the graph."""
     program, tensor = flat.program, partial(_tensor, flat.program)
     param_names = [
         name
@@ -308,10 +320,9 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
 
 
 def _growth(
-    loss: _Loss, flat: Flattening, values: Sequence[int], others: Iterable[Growth]
+    loss: TracedLoss, flat: Flattening, values: Sequence[int], others: Iterable[Growth]
 ) -> Growth:
-    """Return the growth of values, from that of other traces or from a trace at twice the
-    micro-batch size."""
+    """Return the growth of values, from other traces or one at twice the micro-batch size."""
     operations = operations_of(flat.program)
     sizes = [flat.program.avals[v].shape for v in values]
     known = (each.at(loss.microbatch_size, operations, values, sizes) for each in others)
@@ -325,16 +336,12 @@ def _growth(
     return Growth(loss.microbatch_size, operations, values, sizes, dims)
 
 
-def _grown_avals(loss: _Loss, flat: Flattening) -> Sequence[Any] | None:
-    """Return the shapes of the program's values at twice the micro-batch size; None if the program
-    is another one there."""
+def _grown_avals(loss: TracedLoss, flat: Flattening) -> Sequence[Any] | None:
+    """Return the shapes of values at twice the micro-batch size; None of another program."""
     try:
-        workload, size = loss.workload, 2 * loss.microbatch_size
-        batch = jax.eval_shape(lambda k: workload.batch(k, size), loss.key)
-        closed = _loss_jaxpr(workload, loss.params, batch, loss.key)
-        other = flatten(closed, loss.num_params, flat.unrolled, flat.stacked).program
+        other = flatten(loss.doubled, loss.num_params, flat.unrolled, flat.stacked).program
     except Exception:
-        # A model may fix its batch size in any way; then no dimension is known to grow.
+        # Then no dimension is known to grow.
         return None
     return other.avals if operations_of(flat.program) == operations_of(other) else None
 
@@ -400,8 +407,7 @@ def _layer_calls(
 def _stage_slice(
     graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int
 ) -> StageSlice:
-    """Return layers [first, stop) as one function: what it reads, what leaves it, and its content
-    hash.
+    """Return layers [first, stop) as one function: what it reads, what leaves it, and its key.
 
     What leaves it is what a later layer reads, be it far behind. The hash names tensors by position
     and layers by their own hash, so stages of equal layers are one program wherever they stand.
@@ -436,8 +442,7 @@ def _structure(tree: PyTree) -> Any:
 def _each_stacked(
     struct: PyTree, tree: PyTree, stacked: dict[int, int], convert: Callable[[Any, int], Any]
 ) -> PyTree:
-    """Return a tree of the user's parameters with the leaves converted that are stacked, given
-    each with its dimension of the layers."""
+    """Return a tree of the user's parameters with each stacked leaf converted."""
     structure = _structure(struct)
     return structure.unflatten(
         [

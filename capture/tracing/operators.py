@@ -22,6 +22,7 @@ from capture.tracing.cut import PRODUCTS
 from capture.tracing.jaxprs import is_variable, variables
 from capture.tracing.model import TracedModel, trace
 from capture.tracing.program import RematRegion
+from capture.tracing.segment import Segment
 from capture.tracing.slices import StageSlice, struct_of
 
 
@@ -59,14 +60,7 @@ class TracedOperators:
     @property
     def stacked_params(self) -> list[list[int]]:
         """The parameters that are steps of one leaf of the user's tree, by leaf."""
-        found, start = [], 0
-        for i, struct in enumerate(jax.tree.leaves(self.traced.params_struct)):
-            dim = self.traced.stacked.get(i)
-            count = 1 if dim is None else struct.shape[dim]
-            if dim is not None:
-                found.append(list(range(start, start + count)))
-            start += count
-        return found
+        return [list(self.traced.rows[leaf]) for leaf in sorted(self.traced.stacked)]
 
     def sharded_over(self, num_devices: int, smallest_bytes: int) -> OperatorModel:
         """Return the operators as ``num_devices`` devices can shard them.
@@ -124,7 +118,6 @@ def traced_operators(
 
     Args:
         workload: The task; nothing is allocated.
-        name: Name for people.
         microbatch_size: Examples to trace; sizes are divided by it.
         products: What the target's compiler makes of them.
 
@@ -178,11 +171,7 @@ def traced_operators(
 
 
 def _at_products(workload: WorkloadProtocol, microbatch_size: int) -> TracedModel:
-    """Return the loss traced and cut at every product with a parameter.
-
-    Raises:
-        TracingError: ``trace-params`` without parameters, and those of ``trace``.
-    """
+    """Return the loss traced and cut at every product with a parameter."""
     traced = trace(workload, microbatch_size, at_products=True)
     if not traced.graph.params:
         raise TracingError.of(
@@ -262,8 +251,7 @@ def _parts(traced: TracedModel, products: Products) -> list[_Part]:
 
 
 def _inside_regions(traced: TracedModel) -> set[int]:
-    """Return the values of the graph that only the remat region that makes them reads, and that it
-    computes again."""
+    """Return the values that only the remat region that makes them reads, and computes again."""
     made, read_elsewhere = dict[int, RematRegion](), set[int]()
     for layer in traced.graph.layers:
         (call,) = traced.slice(layer.layer_id, layer.layer_id + 1).calls
@@ -359,8 +347,7 @@ def _differentiated(
 
 
 def _forward_and_saved(graph: LayerGraph, layer: StageSlice):
-    """Return the jaxpr of a layer's forward pass, whose outputs come before what ``jax.vjp``
-    saves."""
+    """Return the jaxpr of a layer's outputs, and of what ``jax.vjp`` saves behind them."""
     params, inputs, batch = (
         [struct_of(tensors[i]) for i in indices]
         for tensors, indices in (
@@ -369,17 +356,13 @@ def _forward_and_saved(graph: LayerGraph, layer: StageSlice):
             (graph.batch, layer.batch),
         )
     )
-    moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
 
     def forward_and_saved(params, inputs, batch):
-        def run(params, differentiable):
-            given = list(inputs)
-            for i, value in zip(moving, differentiable, strict=True):
-                given[i] = value
-            return layer(params, given, batch)
-
-        outputs, vjp = jax.vjp(run, params, [inputs[i] for i in moving])
-        return outputs, jax.tree.leaves(vjp)
+        values = dict(zip(layer.inputs, inputs, strict=True))
+        made, vjp = Segment(graph, layer).forward(
+            lambda own, given: layer(own, [given[v] for v in layer.inputs], batch), params, values
+        )
+        return [made[v] for v in layer.outputs], jax.tree.leaves(vjp)
 
     return jax.make_jaxpr(forward_and_saved)(params, inputs, batch).jaxpr
 

@@ -4,7 +4,7 @@ could run. What was traced once is kept as that, by content, and need not be tra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -44,25 +44,19 @@ class OutlineHasher(ProgramHasher):
         return str(region.policy)
 
 
-@dataclass
-class _Texts:
-    """The numbering of texts; equal texts have one number."""
-
-    known: dict[str, int] = field(default_factory=dict)
-
-    def number(self, text: str) -> int:
-        return self.known.setdefault(text, len(self.known))
-
-
 def outline(program: LossProgram, hasher: ProgramHasher) -> dict[str, Any]:
     """Return a program as JSON; ``hasher`` is the program's."""
-    texts, regions = _Texts(), dict[RematRegion, int]()
+    texts, regions = dict[str, int](), dict[RematRegion, int]()
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
     ops = [
         [
-            texts.number(op.primitive.name),
-            texts.number(hasher.operation(op)),
+            number(op.primitive.name),
+            number(hasher.operation(op)),
             # A literal is a list with the number of its text.
-            [v if is_value(v) else [texts.number(hasher.literal(v))] for v in op.inputs],
+            [v if is_value(v) else [number(hasher.literal(v))] for v in op.inputs],
             list(op.outputs),
             op.has_effects,
             [regions.setdefault(region, len(regions)) for region in op.regions],
@@ -72,15 +66,15 @@ def outline(program: LossProgram, hasher: ProgramHasher) -> dict[str, Any]:
     ]
     return {
         "ops": ops,
-        "regions": [[r.region_id, r.segment, texts.number(hasher.region(r))] for r in regions],
-        "avals": [[texts.number(str(a.dtype)), *map(int, a.shape)] for a in program.avals],
+        "regions": [[r.region_id, r.segment, number(hasher.region(r))] for r in regions],
+        "avals": [[number(str(a.dtype)), *map(int, a.shape)] for a in program.avals],
         "consts": {str(value): hasher.const(value) for value in program.consts},
         "params": list(program.params),
         "batch": list(program.batch),
         "loss": program.loss,
         "aux": list(program.aux),
         "marks": [[mark.position, mark.value] for mark in program.marks],
-        "texts": list(texts.known),
+        "texts": list(texts),
     }
 
 

@@ -17,22 +17,12 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from capture.tracing.flops import equation_flops
+from capture.tracing.jaxprs import primitives
 
 #: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
-NEVER_RECOMPUTED = frozenset(
-    {
-        "dot_general",
-        "ragged_dot",
-        "conv_general_dilated",
-        "sort",
-        "scan",
-        "while",
-        "cond",
-        "custom_vjp_call",
-    }
-    | {"shard_map", "pallas_call", "custom_partitioning", "pure_callback", "io_callback"}
-)
+NEVER_RECOMPUTED = primitives("""
+    dot_general ragged_dot conv_general_dilated sort scan while cond custom_vjp_call shard_map
+    pallas_call custom_partitioning pure_callback io_callback""")
 
 
 @dataclass(frozen=True)
@@ -57,8 +47,6 @@ class Op:
     """One equation of the flat program; an input is the id of a value or a literal.
 
     Attributes:
-        primitive: The JAX primitive.
-        params: Parameters of the primitive.
         inputs: Value ids and literals.
         outputs: Value ids.
         context: JAX's context of the equation (``compute_on`` and the like).
@@ -79,29 +67,6 @@ class Op:
     traceback: Any
     regions: tuple[RematRegion, ...]
     flops: int
-
-    @classmethod
-    def of(
-        cls,
-        equation,
-        inputs: tuple,
-        outputs: tuple[int, ...],
-        scope: str,
-        traceback: Any,
-        regions: tuple[RematRegion, ...],
-    ) -> Op:
-        return cls(
-            equation.primitive,
-            equation.params,
-            inputs,
-            outputs,
-            equation.ctx,
-            bool(equation.effects),
-            scope,
-            traceback,
-            regions,
-            equation_flops(equation),
-        )
 
     @property
     def reads(self) -> Iterator[int]:
@@ -201,8 +166,7 @@ class LossProgram:
         return jnp.issubdtype(self.avals[value].dtype, jnp.inexact)
 
     def _is_early(self, op: Op) -> bool:
-        """Tell whether an op needs parameters only, or batch only, so that it could run in any
-        layer."""
+        """Tell whether an op needs parameters only, or batch only: any layer could run it."""
         return not op.has_effects and not (
             any(v in self.from_params for v in op.outputs)
             and any(v in self.from_batch for v in op.outputs)
@@ -229,8 +193,7 @@ class LossProgram:
         return frozenset(found)
 
     def sunk(self) -> LossProgram:
-        """Return the program with ops that any layer could run moved to just before their first
-        user.
+        """Return the program with ops that any layer could run just before their first user.
 
         A marked value stays where it is. An op moves in front of a remat region rather than into
         it, where it would divide the region.

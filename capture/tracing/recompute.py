@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from capture.tracing.flops import equation_flops
-from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, sub_jaxprs
+from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, primitives, sub_jaxprs
 from capture.tracing.keys import is_key
 
 #: Element-wise operations that this many make up for one byte read or written: accelerators of
@@ -25,44 +25,40 @@ from capture.tracing.keys import is_key
 FLOPS_PER_BYTE = 20
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 #: The same array under another name, shape or type.
-RENAMED = _names("""
+RENAMED = primitives("""
     bitcast_convert_type broadcast_in_dim broadcast_to convert_element_type copy copy_p empty
     empty2 expand_dims from_edtype full iota layout_constraint name optimization_barrier pvary
     random_clone random_unwrap random_wrap reduce_precision reshape reshard sharding_constraint
     split squeeze stop_gradient to_edtype unstack xla_metadata_value zeros_like""")
 #: One operation per element.
-ARITHMETIC = _names("""
+ARITHMETIC = primitives("""
     abs add add_any and ceil clamp clz complex conj eq eq_to floor ge gt imag integer_pow is_finite
     le le_to lt lt_to max min mul mul_any mulhi multiple_of ne neg nextafter not one_minus_square or
     population_count real reciprocal round select_n shift_left shift_right_arithmetic
     shift_right_logical sign square sub xor""")
 #: About 20, in hardware or as a short polynomial.
-FUNCTIONS = _names("""
+FUNCTIONS = primitives("""
     acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf erfc exp exp2 expm1 log log1p log2
     logistic pow rem rsqrt sin sinh sqrt tan tanh""")
 #: About 100: long polynomials, generators of random bits.
-LONG_FUNCTIONS = _names("""
+LONG_FUNCTIONS = primitives("""
     bessel_i0e bessel_i1e digamma erf_inv iota_2x32_shape lgamma philox2x32 philox4x32 polynomial
     random_bits random_fold_in random_seed random_split threefry2x32 threefry4x32""")
 #: All that is computed element by element, or is another view.
 ELEMENTWISE = RENAMED | ARITHMETIC | FUNCTIONS | LONG_FUNCTIONS
 #: Write their results to memory.
-MOVES = _names("""
+MOVES = primitives("""
     concatenate dynamic_slice dynamic_update_slice gather pad relayout rev slice stack
     tile transpose""")
 #: Read their operands from memory.
-REDUCTIONS = _names("""
+REDUCTIONS = primitives("""
     reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor""")
 #: As dear as their bodies.
-BODIES = _names("call composite cond remat_opt") | {*CALLS, *REMATS, *CUSTOM_RULES}
+BODIES = primitives("call composite cond remat_opt") | {*CALLS, *REMATS, *CUSTOM_RULES}
 
 #: Never run again: products and what is as dear;
-PRODUCTS = _names("""
+PRODUCTS = primitives("""
     cholesky cholesky_update conv_general_dilated custom_linear_solve dot_general eig eigh fft geqp3
     geqrf hessenberg householder_product lu lu_pivots_to_permutation ormqr qr ragged_dot
     ragged_dot_general scaled_dot scaled_matmul scaled_matmul_wrapper schur svd symmetric_product
@@ -72,19 +68,19 @@ PRODUCTS = _names("""
     dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
     dot_product_attention_fwd dot_product_attention_fwd_wrapper""")
 #: windows and scatters, whose passes over memory are not known;
-WINDOWS = _names("""
+WINDOWS = primitives("""
     cumlogsumexp cummax cummin cumprod cumsum reduce_window reduce_window_max reduce_window_min
     reduce_window_sum scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
     scatter_add scatter_max scatter_min scatter_mul scatter_sub select_and_gather_add
     select_and_scatter select_and_scatter_add""")
 #: loops, also inside one element;
-LOOPS = _names("""
+LOOPS = primitives("""
     igamma igamma_grad_a igammac polygamma random_gamma regularized_incomplete_beta scan while
     zeta""")
 #: what has to come out the same;
-CHOICES = _names("approx_top_k argmax argmin rng_bit_generator rng_uniform sort top_k")
+CHOICES = primitives("approx_top_k argmax argmin rng_bit_generator rng_uniform sort top_k")
 #: programs of others, and between devices;
-FOREIGN = _names("""
+FOREIGN = primitives("""
     call_exported core_map create_linear cudnn_fusion custom_lin custom_partitioning
     custom_vmap_call dce_sink eval_jaxpr ffi_call global_array_to_host_local_array
     host_local_array_to_global_array linear_call mpmd_map pallas_call platform_index pure_callback
@@ -99,7 +95,7 @@ FOREIGN = _names("""
     unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start
     vary_unreduced_cast vary_unreduced_cast_p""")
 #: and what does more than compute.
-EFFECTS = _names("""
+EFFECTS = primitives("""
     after_all check compute_on create_token debug_callback debug_print device_put dim_as_value
     dimension_size inspect_sharding io_callback pin program_order run_state shape_assertion
     stage unpin unreachable with_memory_space_constraint""")
@@ -141,8 +137,7 @@ def recompute_bytes(equation: Any) -> float | None:
 
 
 def _splits_alike(equation: Any) -> bool:
-    """Tell whether random bits, if any, are the same however a compiler splits them over
-    devices."""
+    """Tell whether random bits, if any, are the same however they are split over devices."""
     if equation.primitive.name not in LONG_FUNCTIONS:
         return True
     keys = [v.aval.dtype for v in (*equation.invars, *equation.outvars) if is_key(v.aval)]

@@ -122,8 +122,7 @@ class LayerFunction:
         return [env[v] for v in layer.outputs]
 
     def add_to(self, values: dict[int, Any], run: RunOp | None = None) -> None:
-        """Add what the layer makes to the program's values, by number, of which those that it reads
-        are there."""
+        """Add what the layer makes to the program's values, by number, which hold what it reads."""
         values |= self._consts
         run_steps(self._steps, values, self._consts, run or _run_alone)
 
@@ -179,12 +178,9 @@ def run_steps(
     run: RunOp = _run_alone,
     carried: tuple[int, ...] = (),
 ) -> None:
-    """Run operations, and remat regions as ``jax.checkpoint``; results are added to the
-    environment.
+    """Run operations, and remat regions as ``jax.checkpoint``; add results to the environment.
 
     Args:
-        steps: Operations and regions in order.
-        env: Values by number.
         consts: Constants that regions read without their being arguments.
         run: How an operation is run; it may change the carried values of the environment.
         carried: Values that go into every region and come out of it.
@@ -231,7 +227,6 @@ class StageSlice:
     """The layers [first, stop) of a model as one pure function, differentiable with ``jax.vjp``.
 
     Attributes:
-        first, stop: The layers.
         params: Indices into ``graph.params``: what the parameter list holds; equals
             ``graph.stage_params(first, stop)``.
         batch: Indices into ``graph.batch``; equals ``graph.stage_batch(first, stop)``.
@@ -265,8 +260,7 @@ class StageSlice:
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """The name scopes and the line of the model of every operation; they are no part of
-        ``key``."""
+        """The name scopes and model line of every operation; they are no part of ``key``."""
         return [
             (op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops
         ]

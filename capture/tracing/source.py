@@ -24,8 +24,7 @@ _PACKAGE = str(Path(capture.__file__).parent)
 
 
 def layer_scope(layer: int) -> AbstractContextManager[Any]:
-    """Return the name scope of a layer's operations, in HLO, in profiles and in traces;
-    ``layer_of_scope`` reads it."""
+    """Return the name scope of a layer's operations; ``layer_of_scope`` reads it."""
     return jax.named_scope(f"layer[{layer}]")
 
 
@@ -65,8 +64,7 @@ def goes_backwards(op_name: str) -> bool:
 
 
 def operation_name(op_name: str) -> str:
-    """Return the scopes and the name of an operation without what JAX and this package put around
-    them.
+    """Return the scopes and name of an operation without those that JAX and this package add.
 
     Example:
         >>> operation_name("jit(_backward)/transpose(jvp(layer[3]))/Gpt/head/dot_general")

@@ -49,8 +49,7 @@ class SplitRule:
 
 
 def split_rule(equation: JaxprEqn) -> SplitRule | None:
-    """Return the rule of a ``custom_partitioning`` equation; None if it has none that is known
-    before it is lowered.
+    """Return the rule of a ``custom_partitioning`` equation; None if none is known before lowering.
 
     A factor may be split that every result has, or that the rule calls a reduction: then the
     operation's author adds up what the devices have. One that is a part of a dimension (a compound
@@ -93,11 +92,7 @@ def split_rule(equation: JaxprEqn) -> SplitRule | None:
 def _named(
     rule: Any, mappings: Sequence[Any], atoms: Sequence[Any], what: str
 ) -> list[tuple[Any, ...]]:
-    """Return the factors of every dimension of arrays.
-
-    Raises:
-        TracingError: ``trace-split-rule``.
-    """
+    """Return the factors of every dimension of arrays."""
     arrays = [
         _dimensions(mapping, len(atom.aval.shape))
         for mapping, atom in zip(mappings, atoms, strict=False)
@@ -127,8 +122,7 @@ def _dimensions(mapping: Sequence[object], ndim: int) -> tuple[Any, ...]:
 
 
 def may_hold_split_rule(equation: Any) -> bool:
-    """Tell whether an equation is a ``custom_partitioning`` operation or runs one, perhaps only
-    when it is differentiated."""
+    """Tell whether an equation is, or may run, a ``custom_partitioning`` operation."""
     if equation.primitive.name in (PRIMITIVE, "custom_vjp_call"):
         return True
     return any(

@@ -27,7 +27,6 @@ from capture.step.multiplexed import (
     orders,
     peak_of,
     recomputed_bytes,
-    swapped_bytes,
 )
 from capture.step.sub_array import (
     Call,
@@ -179,7 +178,8 @@ class WrittenWay:
             for life in self.arrays
             for number in movable(life.sub_array)
         )
-        swapped, again = swapped_bytes(self.steps), recomputed_bytes(self.arrays)
+        swapped = self.steps.body.moved_bytes["to_host"]
+        again = recomputed_bytes(self.arrays)
         return ArrayPrediction(
             peak, parts, self.host_peak_bytes, self.seconds, maps - swapped - again, swapped, again
         )

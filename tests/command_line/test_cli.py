@@ -312,7 +312,7 @@ def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside_planned
     assert err.index("cutting the model into 10 layers of nearly") < err.index("compil")
     plan = Plan.load("plain.json")
     assert plan.auto_layers and plan.num_layers == 10
-    from capture.tracing.planned import trace_for_plan
+    from capture.runtime.pipeline import trace_for_plan
 
     workload = WorkloadSpec.parse("plain.py:model?layers=10").load()
     assert trace_for_plan(workload, plan).graph.model_hash == plan.model_hash

@@ -16,8 +16,8 @@ import capture.runtime.process_memory
 from capture.errors import ExecutionError
 from capture.runtime.heap import measure_heap
 from capture.runtime.meter import (
-    AllocatorMeter,
     LiveArrayMeter,
+    allocator_peaks,
     buffers,
     measure_step,
 )
@@ -177,7 +177,7 @@ def test_shards_and_their_views_count_once():
 
 
 def test_missing_meters_read_none(monkeypatch, small):
-    assert AllocatorMeter(jax.devices()[:2]).peak_bytes_per_device is None
+    assert allocator_peaks(jax.devices()[:2]) is None
     assert ResidentSetMeter().peak_bytes is None  # not started
     monkeypatch.setattr(capture.runtime.process_memory, "_malloc_reader", lambda: None)
     state, batch = small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8)

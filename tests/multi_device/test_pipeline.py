@@ -14,7 +14,7 @@ from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import WorkloadSpec
 from capture.runtime.layout import shard_bytes
 from capture.runtime.meter import LiveArrayMeter, measure_step
-from capture.runtime.pipeline import PipelinedStep, pipeshard
+from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
 from capture.runtime.reference import (
     ReferenceStep,
     max_relative_error,
@@ -22,7 +22,6 @@ from capture.runtime.reference import (
     rounding_floor,
 )
 from capture.step.program import replay
-from capture.tracing.planned import trace_for_plan
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 

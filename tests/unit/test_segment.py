@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pipeline_models import tied
 
-from capture.runtime.segment import Segment
 from capture.tracing import trace
+from capture.tracing.segment import Segment
 
 SIZE = 2
 

@@ -34,7 +34,7 @@ from capture.profiler.compile import PROGRAM_VERSION, CompileBackend
 from capture.profiler.executing import ExecutingMachine
 from capture.profiler.timing import machine_here
 from capture.quantities import format_bytes
-from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, measure_step
+from capture.runtime.meter import LiveArrayMeter, allocator_peaks, measure_step
 from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.programs import StagePrograms
 
@@ -205,7 +205,7 @@ class RunBackend:
             params = jax.tree.map(np.asarray, self.workload.init(keys[0]))
             batch = jax.tree.map(np.asarray, self.workload.batch(keys[1], plan.global_batch_size))
         state = jax.block_until_ready(step.init_from(params))
-        initial = AllocatorMeter(step.devices).peak_bytes_per_device
+        initial = allocator_peaks(step.devices)
         key = keys[2] if takes_key(self.workload) else None
         state, metrics = step(state, batch, key)
         del metrics  # its losses are live

@@ -24,15 +24,7 @@ from capture.tracing.keys import is_key, words
 
 @dataclass(frozen=True)
 class ArrayMove:
-    """The move of one array of a copy from its sharding to another. Typed random keys travel as
-    their data.
-
-    Attributes:
-        shape, dtype: Of what travels.
-        target: Sharding of the result.
-        fetches: The pieces.
-        key_impl: Of random keys.
-    """
+    """The move of an array from its sharding to another; typed random keys travel as data."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -56,13 +48,7 @@ class ArrayMove:
 
 
 class CopyAcross:
-    """A copy some of whose pieces go from one process to another.
-
-    Args:
-        sources: Of the arrays that are copied, with their shardings.
-        targets: Shardings of the results.
-        label: What people call it.
-    """
+    """A copy some of whose pieces go from one process to another."""
 
     def __init__(
         self, sources: Sequence[jax.ShapeDtypeStruct], targets: Sequence[Sharding], label: str
@@ -104,9 +90,6 @@ class BoundCopy:
     """A copy between processes, as one of them takes part in it.
 
     Args:
-        across: The copy.
-        process: This one.
-        transport: Between them.
         is_acknowledged: Whether senders are told what has arrived.
     """
 

@@ -45,7 +45,6 @@ def check_coordinator(coordinator: str, host: int) -> None:
 
     Args:
         coordinator: ``address:port``.
-        host: Which this is.
 
     Raises:
         ExecutionError: ``run-hosts-start``.
@@ -67,7 +66,6 @@ def check_reached(
 
     Args:
         addresses: Where each listens, by process.
-        process: This one.
         exchange: Gives what every process says for what this one does.
 
     Raises:
@@ -119,7 +117,6 @@ def _why_not_reached(address: str, *, listens: bool) -> str | None:
     may be known only once its host has started.
 
     Args:
-        address: Of another host.
         listens: Whether a process must be there; else the answer of its system is enough.
     """
     end = time.monotonic() + ANSWER_SECONDS
@@ -137,8 +134,7 @@ def _why_not_reached(address: str, *, listens: bool) -> str | None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port of an address of this machine that is free now, for the next process that
-    asks."""
+    """Return a port of an address of this machine that is free now."""
     name = address.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET) as probe:
         probe.bind((name, 0))

@@ -22,11 +22,9 @@ _SOCKETS = 2
 
 
 def prepare(address: str, patience_seconds: float) -> None:
-    """Say where CPU devices listen; call it before anything asks JAX for devices. JAX takes no port
-    0 for an address.
+    """Say where CPU devices listen, before anything asks JAX for devices. It takes no port 0.
 
     Args:
-        address: Of this host.
         patience_seconds: For what the others say of themselves.
     """
     for name, value in (
@@ -38,12 +36,7 @@ def prepare(address: str, patience_seconds: float) -> None:
 
 
 class DevicePuts:
-    """A ``Transport`` by ``jax.device_put``: every process makes all copies.
-
-    Args:
-        process: Number of this process.
-        silence: Watches over what is on its way.
-    """
+    """A ``Transport`` by ``jax.device_put``: every process makes all copies."""
 
     takes_all = True
 

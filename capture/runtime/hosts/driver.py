@@ -43,8 +43,6 @@ def run_on_this_machine(
         plan: Of stages that are within nodes, or on whole ones.
         workload: By name: every process loads it.
         training: Fields of ``capture.runtime.training.Training``.
-        report: Takes the lines of progress.
-        restarts: What follows when a process is lost.
         silent_seconds: After which a process counts as frozen.
 
     Raises:
@@ -59,11 +57,7 @@ def run_on_this_machine(
 
 @dataclass(frozen=True)
 class LocalStarter:
-    """A ``Starter`` on this machine, which stands for all nodes of a plan: none is ever missing.
-
-    Attributes:
-        workload: By name: every process loads it.
-    """
+    """A ``Starter`` on this machine, which stands for all nodes of a plan: none is ever missing."""
 
     workload: WorkloadSpec
 
@@ -85,7 +79,6 @@ class LocalProcesses:
     """The processes of one attempt at a training, all on this machine.
 
     Args:
-        jobs: One per host.
         life: Of a process, given its job, the connection to this one and this one's id.
     """
 

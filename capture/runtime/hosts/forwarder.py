@@ -79,12 +79,9 @@ class Forwarder:
         self._ports |= ports
 
     def dial(self, gate: Address, port: int, num_digits: int, renamed: Mapping[str, str]) -> int:
-        """Listen on a free port of 127.0.0.1, and forward what comes from the parent to another
-        host.
+        """Listen on a free port of 127.0.0.1, and forward what the parent sends to another host.
 
         Args:
-            gate: The address of the other host's gate.
-            port: What is asked for there.
             num_digits: Of the port that is made; the parent's first connection to it is the only
                 one. 0 for a port of any length that takes connections until the end.
             renamed: Addresses in the first message that comes back, and of equal length what the
@@ -118,8 +115,7 @@ class Forwarder:
         _join(near, far, renamed)
 
     def prove(self, gate: Address, port: int) -> socket.socket:
-        """Return a connection to a port of another host, for which both sides have proven that they
-        know the secret.
+        """Return a connection to a port of another host, once both have proven to know the secret.
 
         Raises:
             OSError: If the gate is not reached.
@@ -197,11 +193,9 @@ class Forwarder:
 
 
 def is_of_process(process: int, theirs: Address, ours: Address) -> bool:
-    """Return whether the far end of a connection of 127.0.0.1 is a socket of the process; True
-    where the system does not tell.
+    """Return whether the far end of a connection of 127.0.0.1 is the process's; True if unknown.
 
     Args:
-        process: An id.
         theirs, ours: Address and port of the far and the near end.
     """
     try:

@@ -37,7 +37,6 @@ class Gate:
     Args:
         secret: Known to all hosts of the run and to nobody else.
         address: ``address:port`` at which it listens; port 0 is a free one.
-        host: The number of this host.
 
     Raises:
         ExecutionError: ``run-hosts-start`` if it cannot listen there, ``run-hosts-secret`` for a
@@ -75,14 +74,12 @@ class Gate:
     def dial(
         self, gate: str, port: int, *, num_digits: int = 0, renamed: Mapping[str, str] | None = None
     ) -> str:
-        """Return an address of this machine that leads to a port of another host; see
-        ``Forwarder.dial``."""
+        """Return an address here that leads to a port of another host; see ``Forwarder.dial``."""
         answer = self._ask(dial=parted(gate), port=port, digits=num_digits, renamed=renamed or {})
         return f"127.0.0.1:{answer['port']}"
 
     def meet(self, gate: str, seconds: float) -> None:
-        """Wait until another host's gate answers, and prove to each other that both know the
-        secret.
+        """Wait until another host's gate answers, and both have proven to know the secret.
 
         Raises:
             ExecutionError: ``run-hosts-secret`` if they do not, ``run-hosts-start`` if nobody
@@ -136,7 +133,6 @@ def check_secret(coordinator: str, secret: str | None) -> None:
 
     Args:
         coordinator: ``address:port`` of host 0.
-        secret: Of the run, if there is one.
 
     Raises:
         ExecutionError: ``run-hosts-secret``.

@@ -37,8 +37,7 @@ class _Shard:
 
 
 class Shards:
-    """This process's shards of an array, copied to the host: the array may be donated while they
-    are written.
+    """This process's shards of an array, copied to the host: meanwhile the array may be donated.
 
     To Orbax's array handler they are a ``jax.Array``, and to its checks they are not: it refuses
     arrays that live in one of several processes, and its handler of NumPy arrays writes in process
@@ -95,7 +94,6 @@ def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Co
 
     Args:
         path: Where; every save has another.
-        item: By part and path in it.
         writers: The processes; the first of them makes the folder, and renames it at the end.
     """
     first = min(writers)
@@ -116,12 +114,7 @@ def write_item(path: Path, item: Mapping[str, Mapping[str, Shards]], writers: Co
 
 
 def read_item(path: Path, wanted: Mapping[str, Collection[str]]) -> dict[str, dict[str, Any]]:
-    """Return some arrays of an item, whole, on this host.
-
-    Args:
-        path: Of the item.
-        wanted: By part, paths in it.
-    """
+    """Return arrays of an item, by part and path, whole, on this host."""
     own = jax.process_index()
     alone = _together(own, {own}, f"{path.parent.name}.{path.name}.read")
     asked = {part: dict.fromkeys(paths, 0) for part, paths in wanted.items() if paths}

@@ -38,7 +38,6 @@ class SharedStep:
     """A step that several processes execute, the same in all of them.
 
     Attributes:
-        offered: With what waits to be pulled.
         copies: Per copy that leaves a process, by its number in the step.
     """
 
@@ -63,7 +62,6 @@ class SharedStep:
 
         Args:
             step: As in one process.
-            layout: Of every slot that is copied.
             devices: By device id of the step.
             window: See ``capture.step.offers``.
         """
@@ -86,13 +84,7 @@ class SharedStep:
 
 
 class StepPart:
-    """The part of a step that one process executes.
-
-    Args:
-        shared: The step.
-        hosts: The processes.
-        devices: By device id of the step.
-    """
+    """The part of a step that one process executes."""
 
     def __init__(self, shared: SharedStep, hosts: Sharing, devices: Sequence[jax.Device]):
         self.step = shared.step

@@ -42,7 +42,6 @@ class HostJob:
     """The job of one process of a training over hosts.
 
     Attributes:
-        plan, workload: As for ``capture run``.
         training: Fields of ``capture.runtime.training.Training``.
         coordinator: Where host 0 listens.
         num_hosts, host: How many there are, and which this is.
@@ -92,7 +91,6 @@ class Failed:
     """The message that a process has failed, and why.
 
     Attributes:
-        violations: What is said of it.
         traceback: Where in the user's files, if it is not a rule of the library.
         crashed: Of a process that has ended, whether it may have done so by itself, as JAX's do
             when the service in host 0 is lost; else somebody has killed it.
@@ -187,7 +185,6 @@ class Voice:
     """The sender of this process's messages and signs of life; one thread at a time speaks.
 
     Args:
-        send: Takes a message.
         is_heard: Whether there is still somebody who hears; else this process ends.
     """
 

@@ -130,7 +130,6 @@ class RayStarter:
     """A ``Starter`` of Ray actors, one per node of a plan, on the nodes of a Ray cluster.
 
     Attributes:
-        cluster: Joined.
         workload: By name, in the working directory or installed everywhere.
         alone: Whether the cluster is of this machine alone: all processes are on it then, on
             virtual CPU devices.
@@ -221,7 +220,6 @@ class RayProcesses:
     """The actors of one attempt at a training.
 
     Args:
-        cluster: They are on.
         room: For them; given back at their end.
     """
 

@@ -65,8 +65,7 @@ def own_leaves(
 
 
 def joined_leaves(checkpoint: Path, marker: Mapping[str, Any]) -> Leaves:
-    """Return all leaves of a checkpoint, with those that several processes write layer by layer as
-    one process writes them.
+    """Return all leaves of a checkpoint as one process writes them: layers of a stack together.
 
     Raises:
         ValueError: If a file is damaged.

@@ -18,19 +18,11 @@ from capture.plan.files import PlanFile
 from capture.runtime.hosts.documents import joined
 from capture.runtime.hosts.process import Said
 from capture.runtime.hosts.saved import complete_steps
-from capture.runtime.hosts.watching import SILENT_SECONDS, HostError, Starter, watch
+from capture.runtime.hosts.watching import FOLLOWING, SILENT_SECONDS, HostError, Starter, watch
 from capture.runtime.step_record import StepRecord
 
 #: What may not be there the next time. A broken rule is broken again.
-_PASSING = {
-    "checkpoint-write",
-    "exception",
-    "run-host-lost",
-    "run-host-memory",
-    "run-hosts-cut",
-    "run-hosts-silent",
-    "run-hosts-start",
-}
+_PASSING = FOLLOWING | {"run-host-lost", "run-host-memory"}
 
 
 @dataclass(frozen=True)
@@ -63,11 +55,8 @@ def train_over_hosts(
     all processes together. None of them is left.
 
     Args:
-        starter: Where processes are started.
         plan: Of stages that are within nodes, or on whole ones.
         training: Fields of ``capture.runtime.training.Training``.
-        restarts: What follows when an attempt breaks.
-        report: Takes the lines of progress.
         silent_seconds: After which a process counts as frozen.
 
     Raises:
@@ -91,7 +80,6 @@ class _Run:
     """A training and its attempts.
 
     Attributes:
-        plan, training: Of the next attempt.
         first: The first step that was ever finished; None before.
         steps: Loss and seconds of every step that was finished, as often as it was.
         breaks: What ended attempts, as the document has it.

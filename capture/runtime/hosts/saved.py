@@ -45,8 +45,7 @@ def metadata_of(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def latest(directory: Path | str) -> tuple[int, dict[str, Any]] | None:
-    """Return the step and the metadata of the last complete checkpoint whose metadata can be
-    read."""
+    """Return step and metadata of the last complete checkpoint whose metadata can be read."""
     for step in reversed(complete_steps(directory)):
         if (metadata := metadata_of(Path(directory) / str(step))) is not None:
             return step, metadata
@@ -57,7 +56,6 @@ def candidates(directory: Path, num_steps: int | None = None) -> list[int]:
     """Return the steps of complete checkpoints that may be read, the last first.
 
     Args:
-        directory: Of the checkpoints of a training.
         num_steps: The one that is wanted; None for any.
 
     Raises:
@@ -93,10 +91,8 @@ def check_folders(
     Args:
         save: Where it saves its state; None for nowhere.
         restore: Where it goes on from; None from its beginning.
-        num_steps: Its updates.
         often: Whether it saves before its end, too.
         until: The step after which it ends, instead of after ``num_steps`` more.
-        num_models: Of its plan.
 
     Raises:
         ExecutionError: ``checkpoint-missing``, ``checkpoint-exists``, ``checkpoint-models``.
@@ -135,7 +131,6 @@ def check_models(
 
     Args:
         count: Of the checkpoint's array; None for a single model.
-        wanted: Of the training.
         models: Those that are asked for; None for all.
 
     Raises:

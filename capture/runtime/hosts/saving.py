@@ -56,7 +56,6 @@ class Saver:
     """A writer of a training's checkpoints, one at a time. All its processes make the same calls.
 
     Args:
-        step: The step whose states are saved.
         directory: Of the training's checkpoints; made if it does not exist.
         keep: Complete ones to leave there, at least 1.
 
@@ -152,11 +151,7 @@ class Saver:
             self._failed = error
 
     def _agreed(self, what: str, call: Callable[[], object]) -> list[Any]:
-        """Call a function in every process; return what each got, once all have called it.
-
-        Raises:
-            ExecutionError: ``checkpoint-write`` if one breaks.
-        """
+        """Call a function in every process; return what each got, once all have called it."""
         mine: dict[str, Any] = {"made": None, "broken": []}
         try:
             mine["made"] = call()
@@ -171,11 +166,7 @@ class Saver:
         return [each["made"] for each in found]
 
     def _clear(self, path: Path) -> None:
-        """Remove what an interrupted save has left at the path, and make the folder anew.
-
-        Raises:
-            ExecutionError: ``checkpoint-exists``.
-        """
+        """Remove what an interrupted save has left at the path, and make the folder anew."""
         if self._is_first:
             latest = max(complete_steps(self._directory), default=-1)
             if latest >= int(path.name):
@@ -243,13 +234,8 @@ def _alone(step: Trained, state: State) -> tuple[Items, dict[str, Any]]:
         }
         for part, of_part in leaves.items()
     }
-    marker = {
-        "schema_version": CHECKPOINT.versions[-1],
-        "num_steps": state.num_steps,
-        **{part: described(of_part) for part, of_part in leaves.items()},
-        "stacked": {},
-        "items": {"state": {part: list(of_part) for part, of_part in item.items()}},
-    }
+    items = {"state": {part: list(of_part) for part, of_part in item.items()}}
+    marker = _marker(state.num_steps, leaves, {}, items)
     if models.count is not None:
         marker["num_models"] = models.count
     return {"state": (frozenset({alone}), item)}, marker
@@ -257,13 +243,18 @@ def _alone(step: Trained, state: State) -> tuple[Items, dict[str, Any]]:
 
 def marker_of(step: PipelinedStep, num_steps: int) -> dict[str, Any]:
     """Return the content of a checkpoint's marker, but for the sums of the files."""
+    trees = zip(PARTS, (step.traced.params_struct, step.optimizer.state_struct), strict=True)
+    leaves = {part: by_path(tree) for part, tree in trees}
+    return _marker(num_steps, leaves, stacked_paths(step), items_of(step))
+
+
+def _marker(num_steps: int, leaves: Mapping[str, Any], stacked: object, items: object) -> Any:
     return {
         "schema_version": CHECKPOINT.versions[-1],
         "num_steps": num_steps,
-        "params": described(by_path(step.traced.params_struct)),
-        "optimizer": described(by_path(step.optimizer.state_struct)),
-        "stacked": stacked_paths(step),
-        "items": items_of(step),
+        **{part: described(of_part) for part, of_part in leaves.items()},
+        "stacked": stacked,
+        "items": items,
     }
 
 
@@ -287,8 +278,7 @@ def _params_in(step: PipelinedStep, s: int) -> list[int]:
 
 
 def _state_in(step: PipelinedStep, s: int) -> list[int]:
-    """Return the leaves of the optimizer's state that are written with a stage: what several have
-    is with the first of them."""
+    """Return the leaves of optimizer state written with a stage: shared ones with the first."""
     before = {k for stage in step.stages[:s] for k in stage.optimizer.state}
     structs = step.optimizer.state_structs
     return [k for k in step.stages[s].optimizer.state if k not in before and structs[k].size]

@@ -36,9 +36,7 @@ class Sockets:
     """A ``Transport`` by JAX's transfer server: the one of this process, and its connections.
 
     Args:
-        process: Number of this process.
         exchange: Gives what every process says for what this one does.
-        silence: Watches over what is pulled.
         gate: Of this host; None if all are on this machine.
     """
 
@@ -134,7 +132,6 @@ def _through(gate: Gate, other: str, ports: Sequence[int]) -> str:
     name such addresses, too.
 
     Args:
-        gate: Of this host.
         other: The address of the other one's gate.
         ports: Of 127.0.0.1 there: of the server, and where it listens for arrays.
     """

@@ -26,10 +26,7 @@ class Shipment:
     """Arrays that go together from a process to another, each from one device to one.
 
     Attributes:
-        sender, receiver: The processes.
         sources: Of each array, its device in the sender.
-        structs: What the receiver gets.
-        label: What people call it.
         is_acknowledged: Whether the sender is told when all has arrived.
     """
 
@@ -81,7 +78,6 @@ class Transport(Protocol):
         before is not protected.
 
         Args:
-            shipment: Of them.
             number: The same in all processes, and another every time.
             arrays: In the sender; of others nothing is read.
         """
@@ -95,7 +91,6 @@ class Silence:
     its own that works (a pull's ``timeout`` does not fire on a silent connection).
 
     Args:
-        patience_seconds: For an array.
         on_silence: Called with a sentence when it is over.
     """
 

@@ -25,7 +25,7 @@ SILENT_SECONDS = 10.0
 GRACE_SECONDS = 0.5
 _TURN_SECONDS = 0.1
 #: What a host may say because another one was lost, or cannot be reached.
-_FOLLOWING = {
+FOLLOWING = {
     "checkpoint-write",
     "exception",
     "run-hosts-cut",
@@ -53,7 +53,6 @@ class Starter(Protocol):
 
         Args:
             plan: Of stages that are within nodes, or on whole ones.
-            training: Fields of ``capture.runtime.training.Training``.
 
         Raises:
             ExecutionError: ``run-host-lost``, if trying again may help; all else ends the run.
@@ -64,11 +63,7 @@ class Starter(Protocol):
 
 
 class HostError(ExecutionError):
-    """The error that broke an attempt first.
-
-    Attributes:
-        host: In which.
-    """
+    """The error that broke an attempt first."""
 
     def __init__(self, violations: Iterable[Violation], host: int = 0):
         super().__init__(violations)
@@ -90,7 +85,6 @@ def watch(
 
     Args:
         processes: Of an attempt; the caller ends them.
-        count: How many there are.
         note: Takes what host 0 says of its progress.
         silent_seconds: After which a process counts as frozen.
 
@@ -135,7 +129,6 @@ def is_settled(failures: Mapping[int, Failed], since: float, alive: Mapping[int,
     which follows from nothing; or each has failed, or was alive a moment after the first was heard.
 
     Args:
-        failures: By host.
         since: When the first was heard.
         alive: By host, when it gave its last sign of life.
     """
@@ -170,7 +163,7 @@ def first_cause(failures: Mapping[int, Failed]) -> int:
             return 0, False
         if said.crashed:
             return 2, host != 0
-        return (3 if codes & _FOLLOWING else 1), False
+        return (3 if codes & FOLLOWING else 1), False
 
     return min(failures, key=rank)
 

@@ -59,7 +59,6 @@ class ParamArray:
     """One of the arrays that an operation reads parameters from.
 
     Attributes:
-        part: Where it belongs.
         cast: Element-wise ops that come before the all-gather, so that less is sent.
     """
 
@@ -100,10 +99,7 @@ def run_gathered(
     the first of the other operands.
 
     Args:
-        arrays: What ``params`` are.
-        pieces: What the operation is worked through in.
         params: As stored.
-        others: Its other operands.
         token: What makes backward passes go one after the other (``with_token``).
         keep_results: Whether a compiler is kept from repeating the operation where its results are
             read, for which it would keep what was gathered.

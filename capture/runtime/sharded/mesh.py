@@ -44,8 +44,7 @@ def mesh_axes(where: Mesh | Cluster) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 
 def cluster_of(mesh: Mesh, target: str, devices_per_node: int | None) -> Cluster:
-    """Return a mesh as nodes of devices, by the processes that its devices belong to unless the
-    size of a node is given.
+    """Return a mesh as nodes of devices: by their processes, unless the size of a node is given.
 
     Raises:
         ClusterError: ``osdp-nodes`` if nodes do not come out equal.

@@ -71,8 +71,7 @@ class StoredParam:
         return len(self.parts) > 1 or self.parts[0].num_slices > 1
 
     def dims_as_read(self) -> tuple[int, ...] | None:
-        """Return the leaf's dimension behind each one that the operation reads; None if slices do
-        not stay slices."""
+        """Return the leaf's dimension behind each that is read; None if slices do not stay."""
         dims = tuple(range(self.arrays[0].ndim))
         for op in self.chain:
             if op.primitive.name not in ORDERED:
@@ -86,14 +85,8 @@ def stored(placement: LeafPlacement, leaf: object) -> list[Any]:
     rows = [leaf] if placement.stacked is None else _unstacked(leaf, placement.stacked)
     if placement.is_small:
         return rows
-    return [
-        StoredParam(
-            tuple(jax.tree.leaves(row)),
-            placement.parts,
-            placement.slice_dim,
-        )
-        for row in rows
-    ]
+    of = placement.parts, placement.slice_dim
+    return [StoredParam(tuple(jax.tree.leaves(row)), *of) for row in rows]
 
 
 def is_stored(value: object) -> TypeGuard[StoredParam]:
@@ -194,8 +187,7 @@ def _applied(chain: Sequence[Op], value: object) -> Any:
 
 
 def _unstacked(leaf: object, dim: int) -> list[Any]:
-    """Return the parts of a leaf along a dimension; their gradients are put together once, not
-    added up."""
+    """Return a leaf's parts along a dimension; gradients are put together once, not added up."""
 
     @jax.custom_vjp
     def run(leaf):

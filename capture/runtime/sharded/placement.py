@@ -23,8 +23,7 @@ from capture.tracing.model import TracedModel
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SplitLeaf:
-    """The two arrays in the place of a parameter leaf in the user's tree, of whose g slices k are
-    sharded.
+    """The two arrays in place of a leaf of the user's tree, of whose g slices k are sharded.
 
     Attributes:
         replicated: The rows that every device has.
@@ -40,7 +39,6 @@ class LeafPlacement:
     """The way in which one leaf of the user's tree is stored.
 
     Attributes:
-        name: For people.
         parts: One for each step of the scan that a leaf is stacked over.
         slice_dim: Dimension that parts and slices are along; of a step's part of the leaf.
         stacked: Dimension of the steps; None of an ordinary leaf.
@@ -94,11 +92,9 @@ def check_partly(
     Raises:
         WorkloadError: ``optimizer-rows``.
     """
-    rows, found = iter(traced.leaves), list(jax.tree.leaves(traced.params_struct))
-    counts = {}
-    for i, struct in enumerate(found):
-        steps = 1 if i not in traced.stacked else struct.shape[traced.stacked[i]]
-        leaf, *_ = [next(rows) for _ in range(steps)]
+    found, counts = list(jax.tree.leaves(traced.params_struct)), {}
+    for i, (struct, (first, *_)) in enumerate(zip(found, traced.rows, strict=True)):
+        leaf = traced.leaves[first]
         if i in traced.stacked or leaf.split_dim is None or leaf.shape[leaf.split_dim] < 2:
             continue
         if leaf.can_shard(num_devices, smallest_bytes):
@@ -121,7 +117,6 @@ def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[Le
     Args:
         plan: With the names of its operators' parameters.
         mesh: All of its axes are data-parallel; groups are the devices along the last of them.
-        traced: The model that the plan is for.
 
     Raises:
         PlanError: ``osdp-mesh`` if groups do not follow the mesh's axes, ``osdp-scan`` if operators
@@ -132,11 +127,9 @@ def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[Le
 
 
 def _placed(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> Iterator[LeafPlacement]:
-    modes, rows = plan.mode_of_param, iter(traced.leaves)
-    for i, struct in enumerate(jax.tree.leaves(traced.params_struct)):
-        stacked = traced.stacked.get(i)
-        num_steps = 1 if stacked is None else struct.shape[stacked]
-        own = [next(rows) for _ in range(num_steps)]
+    modes = plan.mode_of_param
+    for i, rows in enumerate(traced.rows):
+        stacked, own = traced.stacked.get(i), [traced.leaves[p] for p in rows]
         name = own[0].name if stacked is None else own[0].name.rpartition("[")[0]
         found = {modes[leaf.name] for leaf in own}
         can_shard = own[0].can_shard(mesh.size, plan.smallest_bytes)

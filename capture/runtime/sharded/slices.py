@@ -19,7 +19,6 @@ class LeafRows:
 
     Attributes:
         first, stop: The rows, along the dimension that the leaf is split in.
-        stored: Its sharding.
         reduced: Shardings that its gradient is brought to, one after the other; the last is
             ``stored``.
         num_slices: Slices that are gathered one by one where an operation can be split.

@@ -34,7 +34,6 @@ def sharded_step(
     """Return the training step of a sharding plan, on the first devices of this process.
 
     Args:
-        workload: The task that the plan was made for.
         plan: With the devices that it is for.
         fast_compile: As for ``pipeshard``.
 
@@ -48,13 +47,7 @@ def sharded_step(
 
 
 class ShardedStep(TrainStep):
-    """A training step of a sharding plan. Made by ``sharded_step``; compiled for absent devices, it
-    does not run.
-
-    Args:
-        sharded: The workload with the plan on a mesh.
-        compiler: Compiles the program.
-    """
+    """A training step of a sharding plan; compiled for absent devices, it does not run."""
 
     def __init__(self, sharded: Sharded, compiler: AnyCompiler):
         self.sharded, self.workload, self.traced = sharded, sharded.workload, sharded.traced

@@ -74,14 +74,9 @@ class Sharded:
     """A sharding plan of a workload on a mesh.
 
     Args:
-        workload: The task.
         plan: With the names of its operators' parameters.
         mesh: All of its axes are data-parallel.
         traced: The workload, cut at products.
-
-    Attributes:
-        workload, plan, mesh, traced: As given.
-        leaves: Where each of the parameters is.
     """
 
     def __init__(
@@ -158,8 +153,7 @@ class Sharded:
         return jax.tree.unflatten(self.optimizer.state_tree, nodes)
 
     def split(self, params: PyTree) -> Any:
-        """Return the parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the
-        same tree where there is none."""
+        """Return the parameters with a ``SplitLeaf`` for every leaf of which a part is sharded."""
         self._check(params)
         return self._tree.unflatten(
             [leaf.split(x) for leaf, x in zip(self.leaves, jax.tree.leaves(params), strict=True)]

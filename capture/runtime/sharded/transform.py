@@ -42,8 +42,7 @@ def gathered_loss(
     leaves: Sequence[LeafPlacement],
     traced: TracedModel,
 ) -> Callable[..., Any]:
-    """Return the loss as a function of parameters that are stored as ``leaves`` says; see
-    ``Sharded.transform``."""
+    """Return the loss of parameters stored as ``leaves`` says; see ``Sharded.transform``."""
     tree: Any = jax.tree.structure(traced.params_struct)
 
     def run(params: PyTree, *arguments: Any) -> Any:
@@ -122,7 +121,6 @@ class _Runner:
 
     Attributes:
         differentiated: Those that a gradient of the loss goes through.
-        read_again: See ``_read_again``.
         prefetch: Whether an all-gather may start with the operation before; not in the model's
             remat regions.
     """

@@ -89,8 +89,7 @@ class _Residency:
                 self._room.hold(gone, -1)
 
     def _fetch(self, turn: Blocks, lane: int) -> None:
-        """Issue what the next pass reads, as far as it is made and has room beside this one and
-        what comes between the two."""
+        """Issue what the next pass reads, as far as it is made and has room until then."""
         room, coming = self._room, self._turns[lane]
         between = list(takewhile(lambda t: t.of.arrivals is None or t.of.lane != lane, coming))
         beside = room.most_of(lane, [turn, *between])

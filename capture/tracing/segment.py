@@ -21,8 +21,6 @@ class Segment:
     """The differentiation of consecutive layers.
 
     Args:
-        graph: The layer graph, with the shapes of values.
-        layers: The layers.
         given: The values that come from earlier layers; by default those that the layers read.
 
     Attributes:
@@ -38,8 +36,7 @@ class Segment:
 
     @cached_property
     def cotangents(self) -> tuple[int, ...]:
-        """The values whose gradients arrive: outputs, and given values that later layers read as
-        well."""
+        """The values whose gradients arrive: outputs, and given ones that later layers read."""
         known = {*self.layers.outputs, *self.given}
         return tuple(v for v in self._smooth(self.graph.crossing(self.layers.stop)) if v in known)
 
@@ -57,7 +54,6 @@ class Segment:
         Args:
             run: Runs the layers, from parameters and given values to ``layers.outputs``.
             params: Parameters to differentiate by, in any tree.
-            values: The given values.
         """
 
         def apply(params: PyTree, inputs: Arrays) -> tuple[list[Any], dict[int, Any]]:
@@ -75,7 +71,6 @@ class Segment:
         """Return the gradients of parameters and of ``inputs``.
 
         Args:
-            backward: What ``forward`` returned.
             cotangents: The gradients that arrived; of layers that end in the loss, its own.
         """
         of = self.outputs if self.is_last else self.cotangents
