@@ -23,6 +23,9 @@ from recommender.whole import known_host_bytes
 
 #: The system that is asked where none is named.
 FIRST = KINDS["stages"].system
+#: Others are searched where a plan of endless memory would be faster by more than this factor: they
+#: compute forward passes twice.
+_GAINS = 1.1
 #: Options of ``FIRST`` that say how long to search, or what plans cost, and not what to search.
 _NARROW_NOTHING = {"seconds", "compiles", "within", "quick", "price", "mtbf", "disk_rate"}
 
@@ -51,7 +54,8 @@ def compete(
         if asks.rival is None or refused(given, system, read):
             continue
         if why := _left_out(cluster, options.host_memory):
-            said.append(_line(asks.about, why))
+            # Of a plan that fits, its own reason says what is not known.
+            said += [_line(asks.about, why)] * (not first.is_ok)
             continue
         say(options, f"memory binds, so {asks.about} are searched, too")
         own = copy(options)
@@ -73,12 +77,13 @@ def compete(
 
 
 def _memory_binds(first: Outcome) -> bool:
-    """Return whether plans of stages that need more memory than there is are faster than the one
-    that was found, or none was."""
+    """Return whether no plan of stages fits, or one that needs more memory than there is would be
+    so much faster that what moves it in and out may pay."""
     answer = first.answer
     if answer is None or first.exit_code == 130:
         return False
-    return bool(answer.why.memory_binds) or answer.why.code == "memory-limit"
+    endless = answer.why.endless_step_seconds or inf
+    return answer.why.code == "memory-limit" or _seconds(first) > _GAINS * endless
 
 
 def _left_out(cluster: Cluster, host_memory_bytes: int | None) -> str:

@@ -273,7 +273,8 @@ class Why:
         verified: How plans were compiled, if any were.
         proven: How near the plan is to the best, where bounds were searched.
         uncompiled: Why the plan was not compiled, where it was to be.
-        memory_binds: Whether plans that need more memory than there is are expected to be faster.
+        endless_step_seconds: Seconds that are expected of the fastest plan if memory were endless,
+            where it is faster and needs more than there is.
     """
 
     summary: str = ""
@@ -289,7 +290,7 @@ class Why:
     verified: CompiledPlans | None = None
     proven: Proven | None = None
     uncompiled: str | None = None
-    memory_binds: bool | None = None
+    endless_step_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are known; of a limit that is missed, what is not as well."""

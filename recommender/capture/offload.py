@@ -18,26 +18,31 @@ from recommender.capture.refine import Search
 _NEARLY = 0.01
 
 
-def binds(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> bool:
-    """Return whether plans that need more memory than there is are expected to be faster.
+def endless_seconds(
+    search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]
+) -> float | None:
+    """Return the seconds that are expected of the fastest plan with endless memory, where memory
+    binds: where that needs more than there is, and is faster; None elsewhere.
 
     Args:
         best: The fastest plan that fits; one that does not without any.
         ratios: Of a part's stages to the seconds that are expected of them.
     """
-    if _on_hosts(best):  # which is searched where memory binds
-        return True
     fits = best.answer.status == "ok"
     seconds = (best.answer.proof.step_seconds or inf) if fits else inf
     open_parts = [part for part in search.plain_parts if part.question.may_rest]
     endless = (part.once(fastest_of_any_size, ratios(search, part)) for part in open_parts)
     limit = best.part.question.limit_bytes or inf
-    faster = (each.step_seconds or inf for each in endless if each.peak_bytes > limit)
-    return min(faster, default=inf) < (1 - _NEARLY) * seconds
+    faster = [each.step_seconds or inf for each in endless if each.peak_bytes > limit]
+    least = min(faster, default=inf)
+    if least < (1 - _NEARLY) * seconds:
+        return least
+    return seconds if _on_hosts(best) else None  # it is searched where memory binds
 
 
 def said(search: Search, best: Found, ratios: Callable[[Search, OpenPart], Ratios]) -> str:
-    """Return the line of an answer on offload where memory binds; arguments are as of ``binds``."""
+    """Return the line of an answer on offload where memory binds; arguments are as of
+    ``endless_seconds``."""
     if (plan := best.answer.plan) is not None and (ways := _on_hosts(best)):
         held = format_bytes(most_on_a_host(plan, best.part.known))
         return f"On the host: {' and '.join(ways)}, {held}; {_without(search, best, ratios)}."

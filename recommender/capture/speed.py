@@ -315,10 +315,11 @@ class Timed(Policy):
     def answer(self, search: Search, look: Look, ended: str) -> StageAnswer:
         found = self._answer(search, look, ended)
         best = min(search.fitting, key=_rank, default=look.found)
-        if not offload.binds(search, best, self.ratios):
+        endless = offload.endless_seconds(search, best, self.ratios)
+        if endless is None:
             return found
         summary = f"{found.why.summary} {offload.said(search, best, self.ratios)}".rstrip()
-        why = replace(found.why, summary=summary, memory_binds=True)
+        why = replace(found.why, summary=summary, endless_step_seconds=endless)
         return replace(found, why=why, plan=found.plan and found.plan.with_(why=why))
 
     def _answer(self, search: Search, look: Look, ended: str) -> StageAnswer:

@@ -77,7 +77,7 @@ def asked(rival, first, *typed):
 
 
 def test_the_faster_plan_wins_and_says_what_the_other_gives():
-    stages, packs = outcome("stages", 2.0, memory_binds=True), outcome("packs", 1.0)
+    stages, packs = outcome("stages", 2.0, endless_step_seconds=1.5), outcome("packs", 1.0)
     found, calls = asked(packs, stages)
     assert calls == [("harmony", 2.0)]
     assert found.answer.plan.name == "packs" and found.exit_code == 0
@@ -106,10 +106,10 @@ def test_where_stages_do_not_fit_packs_are_the_answer():
 
 
 def test_a_plan_that_is_not_compiled_beats_none_that_is():
-    stages = outcome("stages", 2.0, memory_binds=True)
+    stages = outcome("stages", 2.0, endless_step_seconds=1.5)
     found, _ = asked(outcome("packs", 1.0, compiled=False), stages)
     assert found.answer.plan.name == "stages"
-    both = outcome("stages", 2.0, compiled=False, memory_binds=True)
+    both = outcome("stages", 2.0, compiled=False, endless_step_seconds=1.5)
     found, _ = asked(outcome("packs", 1.0, compiled=False), both)
     assert found.answer.plan.name == "packs"
     # A plan that was to be compiled and was not is no plan that fits.
@@ -121,8 +121,9 @@ def test_a_plan_that_is_not_compiled_beats_none_that_is():
     "first",
     [
         outcome("stages", 2.0),
+        outcome("stages", 2.0, endless_step_seconds=1.9),
         outcome("stages", fits=False, code="devices-unfillable"),
-        replace(outcome("stages", 2.0, memory_binds=True), exit_code=130),
+        replace(outcome("stages", 2.0, endless_step_seconds=1.5), exit_code=130),
         Outcome(Report(), ["several targets"], 0),
     ],
 )
@@ -132,7 +133,7 @@ def test_others_are_asked_only_where_memory_binds(first):
 
 
 def test_options_of_one_kind_narrow_the_question_to_it():
-    stages, packs = outcome("stages", 2.0, memory_binds=True), outcome("packs", 1.0)
+    stages, packs = outcome("stages", 2.0, endless_step_seconds=1.5), outcome("packs", 1.0)
     for typed in (["--schedule", "1f1b"], ["--objective", "memory"]):
         found, calls = asked(packs, stages, *typed)
         assert not calls and found is stages
@@ -146,12 +147,15 @@ def test_a_kind_that_is_left_out_says_why():
     assert not calls and found.lines[-1] == "Packs: of one host, and 2x4 has 2."
     found, calls = asked(None, stages, "--host-memory", "0")
     assert not calls and "say --host-memory, such as --host-memory 1TB." in found.lines[-1]
+    fits = outcome("stages", 2.0, endless_step_seconds=1.5)
+    found, calls = asked(None, fits, "--host-memory", "0")
+    assert not calls and found.lines == ["stages"], "its own reason says so"
     found, _ = asked(PlanError.of("nobody knows.", "packs-none"), stages)
     assert found.exit_code == 1 and "nobody knows." in found.lines[-1]
 
 
 def test_an_interrupt_of_another_search_keeps_what_is_known():
-    stages = outcome("stages", 2.0, memory_binds=True)
+    stages = outcome("stages", 2.0, endless_step_seconds=1.5)
     found, _ = asked(KeyboardInterrupt(), stages)
     assert (found.answer.plan.name, found.exit_code) == ("stages", 130)
     assert "Packs: not known, as the search was interrupted." in found.answer.why.summary
