@@ -73,6 +73,8 @@ def compete(
         if (not found.is_compiled, _seconds(found)) < (not best.is_compiled, _seconds(best)):
             best, loser, about, whose = found.on(first.accountant), best, asks.about, about
         said.append(_line(whose, _given_by(loser, _seconds(best))))
+    if best is not first and _seconds(first) < inf:
+        best = replace(best, after=[*best.after, _kept_beside(options, first)])
     return best.saying(said)
 
 
@@ -93,6 +95,15 @@ def _left_out(cluster: Cluster, host_memory_bytes: int | None) -> str:
     if known_host_bytes(cluster, host_memory_bytes) is None:
         return "the host's memory is not known; say --host-memory, such as --host-memory 1TB"
     return ""
+
+
+def _kept_beside(options: argparse.Namespace, first: Outcome) -> str:
+    """Save the plan of an outcome that is not the answer, with its front, in a file beside that of
+    the answer, and return the line that says where."""
+    path = options.output.with_stem(f"{options.output.stem}-{FIRST}")
+    assert first.answer is not None and first.answer.plan is not None, "it fits"
+    first.answer.plan.save(path)
+    return f"plan of --system {FIRST} -> {path}"
 
 
 def _seconds(outcome: Outcome) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ SHARED = (
     Option("memory", "limit"),
     Option("host_memory", "host"),
     Option("quiet", "say nothing", False),
+    Option("output", "file", Path("plan.json"), Path),
 )
 READ = {
     "capture": (*SHARED, Option("schedule", "of pipelines"), Option("seconds", "to search"),
@@ -45,6 +47,9 @@ class FakePlan:
 
     def to_json(self):
         return {"name": self.name, "why": self.why.summary}
+
+    def save(self, path):
+        path.write_text(self.name)
 
 
 def outcome(name, seconds=None, *, fits=True, compiled=True, **why):
@@ -76,6 +81,11 @@ def asked(rival, first, *typed):
     return compete(options, first, every, READ), calls
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def test_the_faster_plan_wins_and_says_what_the_other_gives():
     stages, packs = outcome("stages", 2.0, endless_step_seconds=1.5), outcome("packs", 1.0)
     found, calls = asked(packs, stages)
@@ -86,10 +96,15 @@ def test_the_faster_plan_wins_and_says_what_the_other_gives():
     assert found.answer.plan.why == found.answer.why == found.report.why
     assert found.report.plan["why"] == found.answer.why.summary
     assert found.lines == ["packs", "Stages: 2.00 x slower (2 s)."]
+    # Nothing is lost.
+    assert found.after == ["plan of --system capture -> plan-capture.json"]
+    assert Path("plan-capture.json").read_text() == "stages"
+    Path("plan-capture.json").unlink()
 
     found, _ = asked(outcome("packs", 3.0, compiled=False), stages)
     assert found.answer.plan.name == "stages"
     assert found.answer.why.summary.endswith("Packs: 1.50 x slower (3 s, not compiled).")
+    assert not found.after and not Path("plan-capture.json").exists()
 
 
 def test_where_stages_do_not_fit_packs_are_the_answer():
@@ -97,7 +112,7 @@ def test_where_stages_do_not_fit_packs_are_the_answer():
     found, calls = asked(outcome("packs", 5.0), change)
     assert calls == [("harmony", float("inf"))]
     assert (found.answer.plan.name, found.exit_code, found.change) == ("packs", 0, None)
-    assert found.lines[-1] == "Stages: none fits: stages's own reason."
+    assert found.lines[-1] == "Stages: none fits: stages's own reason." and not found.after
 
     # Nor do packs: then the change of the stages is looked for.
     found, _ = asked(outcome("packs", 5.0, fits=False), change)
