@@ -41,18 +41,11 @@ P = TypeVar("P", bound=PlanFile)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="A", help="plan file")
     parser.add_argument("second", type=Path, metavar="B", help="plan file")
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=(
-            "measurements of the model, for step times; give it twice where the plans need "
-            "different ones"
-        ),
+    measured = (
+        "measurements of the model, for step times; give it twice where the plans need different "
+        "ones"
     )
-    add(parser, shared.LIMIT)
+    add(parser, shared.file("profile", measured, again=True), shared.LIMIT)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -84,7 +77,7 @@ def compared(
 
 def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
     """Compare two plans of stages: what they decide differently, and what that costs."""
-    first, second = _facts(options, plans, _profiles(options.profile), options.memory)
+    first, second = _facts(options, plans, _profiles(options.profile or []), options.memory)
     return DiffReport(
         "stages",
         tuple(differences(first.plan, second.plan)),
