@@ -21,7 +21,7 @@ from capture.options import add
 from capture.plan.files import PlanFile
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes, ids_text, signed_bytes
+from capture.quantities import format_bytes, ids_text
 from capture.report.difference import (
     DiffReport,
     device_groups,
@@ -132,7 +132,7 @@ def as_text(report: DiffReport) -> Iterator[str]:
             ids_text(range(group.devices[0], group.devices[1] + 1)),
             *("-" if stage is None else stage for stage in group.stage_ids),
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
-            "-" if (more := group.change_bytes) is None else "+" * (more > 0) + signed_bytes(more),
+            "-" if (more := group.change_bytes) is None else "+" * (more > 0) + format_bytes(more),
         ]
         for group in report.devices
     ]

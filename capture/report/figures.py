@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capture.plan.strategy import of_devices
-from capture.quantities import counted, format_bytes, signed_bytes
+from capture.quantities import counted, format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import (
     FAR_LIMIT,
@@ -210,5 +210,5 @@ def _limit_words(facts: ReportFacts) -> str:
     )
     return (
         f"The limit is {format_bytes(room.limit_bytes)}{source}; "
-        f"{signed_bytes(room.spare_bytes)} are left.{far}"
+        f"{format_bytes(room.spare_bytes)} are left.{far}"
     )
