@@ -112,13 +112,8 @@ class Headroom:
         }
 
     def __str__(self) -> str:
-        sure = (
-            "interval not calibrated"
-            if self.coverage is None
-            else "compiled"
-            if self.coverage == 1
-            else f"interval {self.coverage:.0%}"
-        )
+        known = {None: "interval not calibrated", 1.0: "compiled"}
+        sure = known.get(self.coverage) or f"interval {self.coverage:.0%}"
         sure = f"extrapolated, {sure}" if self.extrapolated else sure
         return (
             f"{self.verdict}: {format_bytes(self.spare_bytes)} of "
