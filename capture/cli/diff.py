@@ -77,7 +77,7 @@ def compared(
 
 def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
     """Compare two plans of stages: what they decide differently, and what that costs."""
-    first, second = _facts(options, plans, _profiles(options.profile or []), options.memory)
+    first, second = _facts(options, plans)
     return DiffReport(
         "stages",
         tuple(differences(first.plan, second.plan)),
@@ -86,25 +86,17 @@ def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
     )
 
 
-def _facts(
-    options: argparse.Namespace,
-    plans: Sequence[Plan],
-    profiles: Sequence[Profile | None],
-    limit: int | None,
-) -> list[ReportFacts]:
+def _facts(options: argparse.Namespace, plans: Sequence[Plan]) -> list[ReportFacts]:
     """Gather the facts of both plans; all that is wrong is raised at once, by file."""
     from capture.report.data import report_facts
 
-    found, violations = [], []
-    paths = (options.first, options.second)
-    for path, plan, profile in zip(paths, plans, profiles, strict=True):
+    found, violations, profiles = [], list[Violation](), _profiles(options.profile or [])
+    for path, plan, profile in zip((options.first, options.second), plans, profiles, strict=True):
         try:
-            found.append(report_facts(*asked.with_prediction(plan, profile), limit))
+            found.append(report_facts(*asked.with_prediction(plan, profile), options.memory))
         except CaptureError as error:
-            violations += [
-                Violation(f"{str(path)!r}: {violation.message}", violation.code)
-                for violation in error.violations
-            ]
+            wrong = ((f"{str(path)!r}: {each.message}", each.code) for each in error.violations)
+            violations += [Violation(*each) for each in wrong]
     CaptureError.check(violations)
     return found
 

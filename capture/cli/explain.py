@@ -59,11 +59,8 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iter
     def told(report: ExplainReport) -> None:
         if not options.json:
             print(stages_text(report.stages), flush=True)
-        say(
-            options,
-            f"trying single changes of the plan for {options.seconds} s of the processor "
-            "(--seconds)",
-        )
+        limit = f"{options.seconds} s of the processor (--seconds)"
+        say(options, f"trying single changes of the plan for {limit}")
 
     def trying(change: str, num_missing: int) -> None:
         say(options, f"{change}: compiling {counted(num_missing, 'stage')}")
