@@ -127,50 +127,28 @@ def but_none(value: object) -> dict[str, Any]:
     return {name: one for name, one in fields_of(value).items() if one is not None}
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file format: the command that makes such files, in words, and the groups of fields that
-    mark them. A document that has all fields of one group is of this format."""
-
-    made: str
-    marks: tuple[frozenset[str], ...]
-
-
-#: By the name of their format; all kinds of plans are plans.
-_FILES = {
-    "plan": _File(
+#: By the name of a format, the command that makes such files, and groups of fields: a document that
+#: has all fields of one group is of the format. All kinds of plans are plans.
+_FILES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "plan": (
         "capture plan and capture osdp write",
-        (
-            frozenset({"kind", "schema_version"}),
-            frozenset({"stages", "schedule"}),
-            frozenset({"operators", "step_seconds"}),
-        ),
+        ("kind schema_version", "stages schedule", "operators step_seconds"),
     ),
-    "profile": _File(
-        "capture profile writes", (frozenset({"graph", "param_bytes_by_tensor_parallel"}),)
-    ),
-    "layer profile": _File("capture profile --system harmony writes", (frozenset({"fwd", "bwd"}),)),
-    "target file": _File(
+    "profile": ("capture profile writes", ("graph param_bytes_by_tensor_parallel",)),
+    "layer profile": ("capture profile --system harmony writes", ("fwd bwd",)),
+    "target file": (
         "is written by hand, as those in capture/machine/targets",
-        (frozenset({"platform", "compute"}),),
+        ("platform compute",),
     ),
-    "server file": _File(
+    "server file": (
         "is written by hand, as those in capture/machine/servers",
-        (frozenset({"swap_bytes_per_second"}),),
+        ("swap_bytes_per_second",),
     ),
-    "model description": _File(
+    "model description": (
         "is written by hand (capture/model/operators.py)",
-        (frozenset({"operators", "schema_version"}),),
+        ("operators schema_version",),
     ),
 }
-
-
-def _recognised(data: object) -> str:
-    """Return the name of the format whose fields a document has; empty if there is none."""
-    keys = frozenset(data) if isinstance(data, Mapping) else frozenset()
-    return next(
-        (name for name, file in _FILES.items() if any(marks <= keys for marks in file.marks)), ""
-    )
 
 
 @dataclass(frozen=True)
@@ -220,10 +198,13 @@ class Format:
             raise self.error.of(
                 f"{named} is not JSON: {error}. {self._advice}", f"{self.code}-{self.not_json}"
             ) from None
-        asked, found = "plan" if self.kind else self.name, _recognised(data)
-        if asked in _FILES and found not in ("", asked):
+        asked = "plan" if self.kind else self.name
+        keys = {*data} if isinstance(data, Mapping) else set[str]()
+        marks = ((name, each.split()) for name, (_, groups) in _FILES.items() for each in groups)
+        found = next((name for name, own in marks if keys.issuperset(own)), asked)
+        if asked in _FILES and found != asked:
             raise self.error.of(
-                f"{str(path)!r} is a {found}; give a {asked}, which {_FILES[asked].made}.",
+                f"{str(path)!r} is a {found}; give a {asked}, which {_FILES[asked][0]}.",
                 f"{self.code}-kind",
             )
         try:

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
+from itertools import groupby
 from typing import TypeVar
 
 from capture.errors import PlanError
@@ -76,8 +77,8 @@ def format_bytes(nbytes: float) -> str:
     """Write a number of bytes with three significant digits and a decimal unit.
 
     Example:
-        >>> format_bytes(13379844), format_bytes(999), format_bytes(999_999)
-        ('13.4 MB', '999 B', '1 MB')
+        >>> format_bytes(13379844), format_bytes(999), format_bytes(999_999), format_bytes(-1500)
+        ('13.4 MB', '999 B', '1 MB', '-1.5 kB')
     """
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         # 999.5 of the smaller unit would be written with four digits.
@@ -88,16 +89,6 @@ def format_bytes(nbytes: float) -> str:
                 else f"{nbytes / scale:.0f} {unit}"
             )
     return f"{nbytes:.0f} B"
-
-
-def signed_bytes(nbytes: int) -> str:
-    """Write a number of bytes that may be negative.
-
-    Example:
-        >>> signed_bytes(-1500)
-        '-1.5 kB'
-    """
-    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"
 
 
 def format_flops(flops: float) -> str:
@@ -154,15 +145,15 @@ def format_quantity(name: str, value: float) -> str:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """Write ascending ids, as a range where none is left out.
+    """Write ascending ids, runs of neighbours as ranges.
 
     Example:
-        >>> ids_text([4]), ids_text(range(4, 8)), ids_text([0, 2])
-        ('4', '4-7', '0,2')
+        >>> ids_text([4]), ids_text(range(4, 8)), ids_text([0, 1, 2, 5])
+        ('4', '4-7', '0-2,5')
     """
-    if list(ids) != list(range(ids[0], ids[-1] + 1)):
-        return ",".join(map(str, ids))
-    return str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
+    runs = groupby(enumerate(ids), lambda pair: pair[1] - pair[0])
+    ends = [[each for _, each in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ends)
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:

@@ -189,10 +189,14 @@ def traced(case: Case) -> None:
 
 
 def page(case: Case) -> None:
-    path = f"{case.kind.name}.html"
-    assert case("report", case.path, "-o", path)["written"] == {"page": path}
+    path, room = f"{case.kind.name}.html", load_plan(case.path).headroom()
+    found = case("report", case.path, "-o", path)
     text = Path(path).read_text()
-    assert "</table>" in text and WORKLOAD in text
+    assert found["written"] == {"page": path} and "</table>" in text and WORKLOAD in text
+    # Without a file it is a text: the title, a table, and what is left of the memory.
+    code, said, _ = run_here(case.capsys, "report", case.path)
+    assert code == 0 and said.splitlines()[0] == found["title"]
+    assert len(said.splitlines()) > 3 and str(room) in said
 
 
 def verified(case: Case) -> None:

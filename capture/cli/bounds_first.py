@@ -388,10 +388,7 @@ def plan(
     result, time = with_times(noted(options, result), measurements)
     warnings += _refuted([*(attempt.result for attempt in attempts), result])
     beyond = Beyond(warnings, causes(measurements.failures))
-    notes = [
-        *asked.layers_note(of_profile, measurements.backend.num_layers),
-        *asking.left_out(),
-    ]
+    notes = [*asked.layers_note(of_profile, measurements.backend.num_layers), *asking.left_out()]
     outcome = told(options, result, time, attempts, notes, beyond, asking.accountant)
     if _ended(result) == "memory" and not attempts:
         most = max(asking.asked_of(question), key=lambda each: each.num_microbatches)

@@ -21,7 +21,7 @@ from capture.options import add
 from capture.plan.files import PlanFile
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes, ids_text, signed_bytes
+from capture.quantities import format_bytes, ids_text
 from capture.report.difference import (
     DiffReport,
     device_groups,
@@ -41,18 +41,11 @@ P = TypeVar("P", bound=PlanFile)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="A", help="plan file")
     parser.add_argument("second", type=Path, metavar="B", help="plan file")
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help=(
-            "measurements of the model, for step times; give it twice where the plans need "
-            "different ones"
-        ),
+    measured = (
+        "measurements of the model, for step times; give it twice where the plans need different "
+        "ones"
     )
-    add(parser, shared.LIMIT)
+    add(parser, shared.file("profile", measured, again=True), shared.LIMIT)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -84,7 +77,7 @@ def compared(
 
 def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
     """Compare two plans of stages: what they decide differently, and what that costs."""
-    first, second = _facts(options, plans, _profiles(options.profile), options.memory)
+    first, second = _facts(options, plans)
     return DiffReport(
         "stages",
         tuple(differences(first.plan, second.plan)),
@@ -93,25 +86,17 @@ def stages(options: argparse.Namespace, *plans: Plan) -> DiffReport:
     )
 
 
-def _facts(
-    options: argparse.Namespace,
-    plans: Sequence[Plan],
-    profiles: Sequence[Profile | None],
-    limit: int | None,
-) -> list[ReportFacts]:
+def _facts(options: argparse.Namespace, plans: Sequence[Plan]) -> list[ReportFacts]:
     """Gather the facts of both plans; all that is wrong is raised at once, by file."""
     from capture.report.data import report_facts
 
-    found, violations = [], []
-    paths = (options.first, options.second)
-    for path, plan, profile in zip(paths, plans, profiles, strict=True):
+    found, violations, profiles = [], list[Violation](), _profiles(options.profile or [])
+    for path, plan, profile in zip((options.first, options.second), plans, profiles, strict=True):
         try:
-            found.append(report_facts(*asked.with_prediction(plan, profile), limit))
+            found.append(report_facts(*asked.with_prediction(plan, profile), options.memory))
         except CaptureError as error:
-            violations += [
-                Violation(f"{str(path)!r}: {violation.message}", violation.code)
-                for violation in error.violations
-            ]
+            wrong = ((f"{str(path)!r}: {each.message}", each.code) for each in error.violations)
+            violations += [Violation(*each) for each in wrong]
     CaptureError.check(violations)
     return found
 
@@ -139,7 +124,7 @@ def as_text(report: DiffReport) -> Iterator[str]:
             ids_text(range(group.devices[0], group.devices[1] + 1)),
             *("-" if stage is None else stage for stage in group.stage_ids),
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
-            "-" if (more := group.change_bytes) is None else "+" * (more > 0) + signed_bytes(more),
+            "-" if (more := group.change_bytes) is None else "+" * (more > 0) + format_bytes(more),
         ]
         for group in report.devices
     ]

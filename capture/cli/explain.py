@@ -14,7 +14,7 @@ from capture.cli.output import emit, say, table
 from capture.options import add, at_least
 from capture.plan.kinds import kind_of, load_plan
 from capture.plan.stages import Plan
-from capture.quantities import counted, format_bytes
+from capture.quantities import counted, format_bytes, ids_text
 from capture.report.documents import ExplainReport
 from profiling_runs.collect import split_warnings
 
@@ -59,11 +59,8 @@ def stages(options: argparse.Namespace, plan: Plan) -> tuple[ExplainReport, Iter
     def told(report: ExplainReport) -> None:
         if not options.json:
             print(stages_text(report.stages), flush=True)
-        say(
-            options,
-            f"trying single changes of the plan for {options.seconds} s of the processor "
-            "(--seconds)",
-        )
+        limit = f"{options.seconds} s of the processor (--seconds)"
+        say(options, f"trying single changes of the plan for {limit}")
 
     def trying(change: str, num_missing: int) -> None:
         say(options, f"{change}: compiling {counted(num_missing, 'stage')}")
@@ -122,26 +119,10 @@ def _largest_buffers(stage: Mapping[str, Any]) -> str:
         [
             format_bytes(alike["bytes"]) + (f" x {alike['count']}" if alike["count"] > 1 else ""),
             alike["category"],
-            _ranges(alike["layers"]) or "-",
+            ids_text(alike["layers"]) or "-",
             alike["what"],
             alike["source"] or "-",
         ]
         for alike in stage["buffers"][:NUM_SHOWN]
     ]
     return table(["largest buffers", "category", "layers", "what", "line"], rows)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, runs of neighbours joined.
-
-    Example:
-        >>> _ranges([0, 1, 2, 5])
-        '0-2,5'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

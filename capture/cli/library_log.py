@@ -63,7 +63,9 @@ class LibraryLog:
         try:
             sys.stderr.flush()
             folder.mkdir(parents=True, exist_ok=True)
-            _remove_old(folder)
+            for old in sorted(folder.glob("*.log"))[: 1 - KEPT_LOGS]:  # by date
+                with suppress(OSError):
+                    old.unlink()
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             terminal = os.dup(sys.stderr.fileno())
         except (OSError, AttributeError, io.UnsupportedOperation):
@@ -102,10 +104,3 @@ class LibraryLog:
 
 def _wait() -> None:
     Event().wait()
-
-
-def _remove_old(folder: Path) -> None:
-    logs = sorted(folder.glob("*.log"))  # by date
-    for path in logs[: max(0, len(logs) - KEPT_LOGS + 1)]:
-        with suppress(OSError):
-            path.unlink()

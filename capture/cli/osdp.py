@@ -103,11 +103,8 @@ def _batch(options: argparse.Namespace, cluster: Cluster) -> int | None:
     if options.global_batch is None:
         return batch
     if batch is not None or options.global_batch % cluster.num_devices:
-        why = (
-            f"--batch {batch} says it, too; give one of them"
-            if batch is not None
-            else f"{cluster.num_devices} devices cannot share them equally; give a multiple"
-        )
+        why = f"{cluster.num_devices} devices cannot share them equally; give a multiple"
+        why = why if batch is None else f"--batch {batch} says it, too; give one of them"
         raise PlanError.of(f"--global-batch {options.global_batch}: {why}.", "osdp-plan-batch")
     each: int = options.global_batch // cluster.num_devices
     return each

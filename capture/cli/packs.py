@@ -438,10 +438,7 @@ def _server(options: argparse.Namespace) -> Server:
         server = Server.load(options.machine)
     else:
         server = Server.of(asked.read_cluster(vars(options)))
-    return server.with_(
-        usable_bytes=options.memory,
-        host_memory_bytes=options.host_memory,
-    )
+    return server.with_(usable_bytes=options.memory, host_memory_bytes=options.host_memory)
 
 
 ASKS = Asks(

@@ -50,10 +50,7 @@ from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
 from recommender.money import Accountant, Terms
 from recommender.plan_report import PlanReport
-from recommender.question import (
-    AUTOSTAGE,
-    PlanQuestion,
-)
+from recommender.question import AUTOSTAGE, PlanQuestion
 
 #: What takes longer is said before it is begun.
 LONG_SECONDS = 300.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from capture.machine.rates import DeviceMemory
-from capture.quantities import format_bytes, signed_bytes
+from capture.quantities import format_bytes
 
 #: A plan whose estimate is so much above the limit is not compiled: none that was looked at was so
 #: much too high.
@@ -112,16 +112,11 @@ class Headroom:
         }
 
     def __str__(self) -> str:
-        sure = (
-            "interval not calibrated"
-            if self.coverage is None
-            else "compiled"
-            if self.coverage == 1
-            else f"interval {self.coverage:.0%}"
-        )
+        known = {None: "interval not calibrated", 1.0: "compiled"}
+        sure = known.get(self.coverage) or f"interval {self.coverage:.0%}"
         sure = f"extrapolated, {sure}" if self.extrapolated else sure
         return (
-            f"{self.verdict}: {signed_bytes(self.spare_bytes)} of "
-            f"{format_bytes(self.limit_bytes)} left, {signed_bytes(self.least_spare_bytes)} at "
+            f"{self.verdict}: {format_bytes(self.spare_bytes)} of "
+            f"{format_bytes(self.limit_bytes)} left, {format_bytes(self.least_spare_bytes)} at "
             f"worst ({sure})"
         )

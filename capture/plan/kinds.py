@@ -201,7 +201,9 @@ def load_plan(path: Path | str) -> PlanFile:
 
 
 def _read(data: object) -> PlanFile:
-    kind = _kind_of(data)
+    kind: Any = "stages"  # whose reader refuses what is no object
+    if isinstance(data, Mapping):  # files of schema 1 do not say their kind, but fields tell
+        kind = data.get("kind", "sharding" if "operators" in data else "stages")
     if kind not in KINDS:
         raise PlanError.of(
             f"the plan has kind={kind!r}; this version of capture reads {' and '.join(KINDS)}. "
@@ -225,10 +227,3 @@ def of_stages(plan: Any) -> Plan:
     if plan.FORMAT is not PLAN:
         raise KINDS[plan.FORMAT.kind].refused()
     return plan  # type: ignore[no-any-return]
-
-
-def _kind_of(data: object) -> Any:
-    """Return the kind of a document; files of schema 1 do not say it, but fields tell."""
-    if not isinstance(data, Mapping):
-        return "stages"  # whose reader refuses it
-    return data.get("kind", "sharding" if "operators" in data else "stages")

@@ -269,15 +269,8 @@ class PacksPlan(PlanFile):
 
     def tasks(self) -> TaskGraph:
         """Return the tasks of all ranks."""
-        devices = self.machine.devices
-        return TaskGraph.of(
-            self.configuration,
-            self.mode,
-            devices,
-            self.minibatch_size,
-            self.switches,
-            swaps=self.swaps,
-        )
+        about = self.configuration, self.mode, self.machine.devices, self.minibatch_size
+        return TaskGraph.of(*about, self.switches, swaps=self.swaps)
 
     @property
     def step_examples(self) -> int:

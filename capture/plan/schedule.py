@@ -220,12 +220,15 @@ class Schedule:
     @property
     def moments_without_resting(self) -> tuple[tuple[Moment, ...], ...]:
         """The moments of a plain schedule whose activations rest on hosts where they can."""
-        return self._moments(
-            Counter(
-                (s, number)
-                for (s, _), (forward, backward) in self.resting.items()
-                for number in range(forward + 2, backward - 1)
-            )
+        return self._moments(self.away(2, 1))
+
+    def away(self, after: int = 0, before: int = 0) -> Counter[tuple[int, int]]:
+        """Count the micro-batches that rest on a host, by stage and number of a task of its group:
+        from so many tasks after their forward pass until so many before their backward pass."""
+        return Counter(
+            (s, number)
+            for (s, _), (forward, backward) in self.resting.items()
+            for number in range(forward + after, backward - before)
         )
 
     def _moments(self, away: Counter[tuple[int, int]]) -> tuple[tuple[Moment, ...], ...]:
@@ -259,33 +262,20 @@ class Schedule:
                 )
                 seen[group][moment] = max(losses, seen[group].get(moment, 0))
                 number[group] += 1
-                match task.kind:
-                    case "forward":
-                        kept[s] += 1
-                        losses += s == last
-                    case "backward":
-                        kept[s] -= 1
-                    case "backward_inputs":
-                        kept[s] -= 1
-                        deferred[s] += 1
-                    case "backward_weights":
-                        deferred[s] -= 1
+                losses += task.kind == "forward" and s == last
+                kept[s] += {"forward": 1, "backward_weights": 0}.get(task.kind, -1)
+                deferred[s] += {"backward_inputs": 1, "backward_weights": -1}.get(task.kind, 0)
             for task in tasks:
                 if task.kind == "forward":
                     inputs[task.stage_id + 1] += 1
                 elif task.kind != "backward_weights" and task.stage_id > 0:
                     gradients[task.stage_id - 1] += 1
-        return tuple(
-            _undominated(
-                [
-                    (*moment[:-1], replace(moment[-1], num_losses=most))
-                    if self.stages[group][-1] == last
-                    else moment
-                    for moment, most in seen[group].items()
-                ]
-            )
-            for group in range(self.num_groups)
-        )
+        group = self.placement[last]
+        seen[group] = {
+            (*moment[:-1], replace(moment[-1], num_losses=most)): most
+            for moment, most in seen[group].items()
+        }
+        return tuple(_undominated(list(moments)) for moments in seen)
 
     @cached_property
     def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
@@ -391,12 +381,7 @@ def on_host_by_position(name: str, num_microbatches: int, max_stages: int) -> tu
     host at most whose activations rest there where they can."""
     num_positions = len(occupancy_by_position(name, num_microbatches, max_stages))
     schedule = make_schedule(name, num_positions + 1, num_microbatches)
-    there = Counter(
-        (s, number)
-        for (s, _), (forward, backward) in schedule.resting.items()
-        for number in range(forward, backward)
-    )
     most = Counter[int]()
-    for (s, _), number in there.items():
+    for (s, _), number in schedule.away().items():
         most[s] = max(most[s], number)
     return tuple(most[s] for s in range(num_positions, 0, -1))

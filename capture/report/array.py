@@ -11,14 +11,7 @@ from itertools import cycle
 from capture.machine.rates import HostLink
 from capture.plan.array import ArrayPlan
 from capture.quantities import counted, format_bytes, format_seconds
-from capture.report.figure import (
-    Figure,
-    at_peak,
-    bytes_unit,
-    lanes,
-    scatter,
-    seconds_unit,
-)
+from capture.report.figure import Figure, at_peak, bytes_unit, lanes, scatter, seconds_unit
 from capture.report.page import Page
 from capture.report.palette import INK, KINDS, LIMIT, OTHER
 from capture.report.schedule_figure import Row, by_kind
@@ -163,14 +156,9 @@ def decision_rows(plan: ArrayPlan) -> list[list[str]]:
     """Return a line per bundle of feature maps that is not retained: what becomes of it, and how
     far ahead it is fetched."""
     return [
-        [
-            str(a),
-            str(decision.bundle),
-            decision.choice,
-            str(decision.ahead) if decision.choice == "swap" else "-",
-        ]
+        [str(a), each.bundle, each.choice, str(each.ahead) if each.choice == "swap" else "-"]
         for a, own in enumerate(plan.decisions)
-        for decision in own
+        for each in own
     ]
 
 

@@ -169,11 +169,9 @@ class ReportFacts:
                     "stage_id": stage.stage_id,
                     **stage.stage.to_json(),
                     "predicted_peak_bytes": stage.predicted.peak_bytes,
-                    "interval_bytes": list(stage.predicted.interval_bytes),
                     "verified_peak_bytes": stage.verified_bytes,
                     "headroom_bytes": None if limit is None else limit - stage.peak_bytes,
-                    "instant": stage.predicted.instant,
-                    "parts_bytes": dict(stage.predicted.parts_bytes),
+                    **fields_of(stage.predicted, "interval_bytes", "instant", "parts_bytes"),
                     "max_in_flight": stage.max_in_flight,
                     "waits_fraction": waits,
                 }

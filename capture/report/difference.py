@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from capture.documents import fields_of
+from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.quantities import ids_text
 from capture.report.data import ReportFacts
 from capture.report.documents import PlanNeeds
 
-#: Of a stage: its name in the document, and for people.
-_STAGE_FIELDS = {
-    "layers": "layers",
-    "devices": "devices",
-    "data_parallel": "data parallel",
-    "tensor_parallel": "tensor parallel",
-    "remat": "remat",
-    "shard_optimizer": "shard optimizer",
-    "shard_params": "shard parameters",
-    "sequence_parallel": "sequence parallel",
-    "offload": "offload",
-}
+#: Fields of a stage that are compared.
+_STAGE_FIELDS = ("layers", "devices", *(each.name for each in fields(StageChoice)), "offload")
 
 
 @dataclass(frozen=True)
@@ -178,7 +169,8 @@ def describe_name(name: str) -> str:
     stage = re.fullmatch(r"stages\[(\d+)\](?:\.(\w+))?", name)
     if stage is None:
         return name if "[" in name else name.replace("_", " ")
-    return " ".join(["stage", stage[1], *([_STAGE_FIELDS[stage[2]]] if stage[2] else [])])
+    words = (stage[2] or "").replace("_params", "_parameters").replace("_", " ")
+    return f"stage {stage[1]} {words}".rstrip()
 
 
 def difference_rows(found: Iterable[Difference]) -> list[list[str]]:

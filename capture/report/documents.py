@@ -10,7 +10,7 @@ from typing import Any
 from capture.plan.files import PlanFile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import Prediction, StepTime, error_fractions
-from capture.quantities import format_bytes, format_rate, format_seconds, signed_bytes
+from capture.quantities import format_bytes, format_rate, format_seconds
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class PlanNeeds:
         if self.peak_bytes is not None:
             found["peak per device"] = f"{format_bytes(self.peak_bytes)} ({self.peak_is})"
         if room is not None:
-            found["headroom"] = signed_bytes(room.spare_bytes)
-            found["headroom at worst"] = signed_bytes(room.least_spare_bytes)
+            found["headroom"] = format_bytes(room.spare_bytes)
+            found["headroom at worst"] = format_bytes(room.least_spare_bytes)
             found["verdict"] = room.verdict
         if self.host_peak_bytes is not None:
             found["peak of the host"] = format_bytes(self.host_peak_bytes)

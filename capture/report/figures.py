@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from capture.plan.strategy import of_devices
-from capture.quantities import counted, format_bytes, signed_bytes
+from capture.quantities import counted, format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import (
     FAR_LIMIT,
     Figure,
-    Trace,
-    Unit,
     bytes_unit,
     edged,
     lanes,
@@ -36,15 +34,8 @@ def figures(facts: ReportFacts) -> list[Figure]:
     made = [stage_map(facts), peaks(facts), treemap(facts)]
     made += [memory_over_time(facts)] if facts.schedule.memory else []
     traces, layout, note = schedule(facts.schedule)
-    made.append(
-        Figure(
-            "schedule",
-            "Schedule of a step",
-            f"{CLOCKS[facts.schedule.clock]} {note}",
-            traces,
-            layout,
-        )
-    )
+    caption = f"{CLOCKS[facts.schedule.clock]} {note}"
+    made.append(Figure("schedule", "Schedule of a step", caption, traces, layout))
     return made + ([front(facts)] if facts.front and len(facts.front.points) > 1 else [])
 
 
@@ -100,13 +91,25 @@ def peaks(facts: ReportFacts) -> Figure:
     compiled peak and the limit."""
     stages, high = facts.stages, facts.high_bytes
     unit = bytes_unit(high)
-    names = [_stage_name(stage) for stage in stages]
-    traces = stacked(names, [stage.predicted.parts_bytes for stage in stages], unit)
-    traces.append(_predicted(stages, names, unit))
+    names = [f"stage {stage.stage_id}" for stage in stages]
+    notes = [stage.predicted for stage in stages]
+    ends = [" to ".join(map(format_bytes, note.interval_bytes)) for note in notes]
+    sizes = [format_bytes(note.peak_bytes) for note in notes]
+    predicted = scatter(
+        "markers",
+        "predicted, with interval",
+        names,
+        [note.peak_bytes / unit.scale for note in notes],
+        said=[f"predicted {nbytes} ({of})" for nbytes, of in zip(sizes, ends, strict=True)],
+        marker={"color": INK, "size": 5},
+        intervals=[[end / unit.scale for end in note.interval_bytes] for note in notes],
+    )
+    traces = [*stacked(names, [note.parts_bytes for note in notes], unit), predicted]
     if facts.verified:
-        compiled = [stage.peak_bytes for stage in stages]
-        tops = [nbytes / unit.scale for nbytes in compiled]
-        traces.append(_verified(names, tops, list(map(format_bytes, compiled))))
+        marker = {"symbol": "diamond-open", "size": 12, "color": INK}
+        y = [stage.peak_bytes / unit.scale for stage in stages]
+        said = [f"verified {format_bytes(stage.peak_bytes)}" for stage in stages]
+        traces.append(scatter("markers", "verified (compiled)", names, y, said=said, marker=marker))
     layout = {
         "height": 440,
         "stacked": True,
@@ -123,29 +126,6 @@ def peaks(facts: ReportFacts) -> Figure:
     )
 
 
-def _predicted(stages: Sequence[StageFacts], names: Sequence[str], unit: Unit) -> Trace:
-    """Return the marks of the predicted peaks, with their intervals."""
-    top = [stage.predicted.peak_bytes / unit.scale for stage in stages]
-    return scatter(
-        "markers",
-        "predicted, with interval",
-        names,
-        top,
-        said=[f"predicted {_interval_text(stage)}" for stage in stages],
-        marker={"color": INK, "size": 5},
-        intervals=[
-            [end / unit.scale for end in stage.predicted.interval_bytes] for stage in stages
-        ],
-    )
-
-
-def _verified(names: Sequence[str], y: Sequence[float], said: Sequence[str]) -> Trace:
-    """Return the marks of compiled peaks."""
-    marker = {"symbol": "diamond-open", "size": 12, "color": INK}
-    named = [f"verified {each}" for each in said]
-    return scatter("markers", "verified (compiled)", names, y, said=named, marker=marker)
-
-
 def _areas(stage: StageFacts) -> Iterator[Area]:
     """Yield the areas of a stage, its layers, and what each layer's bytes are for."""
     first, rest = stage.stage.first, dict[str, int]()
@@ -158,7 +138,7 @@ def _areas(stage: StageFacts) -> Iterator[Area]:
         (f"layer {layer}", parts) for layer, parts in enumerate(stage.predicted.layers_bytes, first)
     ]
     groups.append(("of no one layer", rest))
-    name, total = _stage_name(stage), sum(sum(parts.values()) for _, parts in groups)
+    name, total = f"stage {stage.stage_id}", sum(sum(parts.values()) for _, parts in groups)
     each = f"{name}: devices {stage.devices_text}, {format_bytes(stage.predicted.peak_bytes)} each"
     yield (whole := Area("", name, each, total, "#E4E7EB", f"{name}, per device"))
     for name, parts in groups:
@@ -230,14 +210,5 @@ def _limit_words(facts: ReportFacts) -> str:
     )
     return (
         f"The limit is {format_bytes(room.limit_bytes)}{source}; "
-        f"{signed_bytes(room.spare_bytes)} are left.{far}"
+        f"{format_bytes(room.spare_bytes)} are left.{far}"
     )
-
-
-def _stage_name(stage: StageFacts) -> str:
-    return f"stage {stage.stage_id}"
-
-
-def _interval_text(stage: StageFacts) -> str:
-    low, high = map(format_bytes, stage.predicted.interval_bytes)
-    return f"{format_bytes(stage.predicted.peak_bytes)} ({low} to {high})"

@@ -97,16 +97,13 @@ def _bounds(facts: ReportFacts) -> list[tuple[str, str, list[float]]]:
 def _front_words(facts: ReportFacts) -> str:
     """Describe a front: what it is, its named plans, and what is proven of it."""
     assert facts.front is not None, "there is one"
-    said = (
-        "compiled, and none beats another both in memory and in time"
-        if facts.front.compiled
-        else "a sample of those that no other plan beats both in memory and in time, with both ends"
-    )
-    if facts.front.complete:
-        said = "no other plan of the search is both smaller and faster than one of them"
+    said = "a sample of those that no other plan beats both in memory and in time, with both ends"
     times = "Step times are estimates of the search; this plan's is that of the simulation."
     if facts.front.compiled:
+        said = "compiled, and none beats another both in memory and in time"
         times = "Step times are simulated."
+    if facts.front.complete:
+        said = "no other plan of the search is both smaller and faster than one of them"
     named = [
         f"{p.name.capitalize()}: {format_bytes(p.peak_bytes)}, {format_seconds(p.step_seconds)}, "
         + f"{strategy(p.stages, p.schedule, p.num_microbatches)}."

@@ -23,15 +23,12 @@ def title(plan: PacksPlan) -> str:
 def rows(plan: PacksPlan) -> list[list[str]]:
     """Return a line per direction: the examples of a micro-batch, and the layers of each pack."""
     directions = {"forward": plan.configuration.forward, "backward": plan.configuration.backward}
-    return [
-        [
-            name,
-            str(packs.microbatch_size),
-            str(len(packs.packs)),
-            " ".join(map(str, packs.lengths[:_LISTED])) + " ..." * (len(packs.lengths) > _LISTED),
-        ]
-        for name, packs in directions.items()
-    ]
+    found = []
+    for name, packs in directions.items():
+        listed = " ".join(map(str, packs.lengths[:_LISTED]))
+        listed += " ..." * (len(packs.lengths) > _LISTED)
+        found.append([name, str(packs.microbatch_size), str(len(packs.packs)), listed])
+    return found
 
 
 def page(plan: PacksPlan, lines: Sequence[str]) -> Page:

@@ -12,7 +12,7 @@ from typing import Any
 from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
-from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from capture.report.figure import Figure, at_peak, bars, bytes_unit, seconds_unit
 from capture.report.page import Page
 from capture.report.palette import in_order
@@ -88,7 +88,7 @@ def _totals_of(plan: ShardingPlan) -> list[list[str]]:
     if plan.compiled_peak_bytes is not None:
         how = "compiled"
     rows = [["all operators", "-", *together, format_seconds(seconds)]]
-    rows += [["of none of them", *"----", signed_bytes(beside), "-"]] if beside else []
+    rows += [["of none of them", *"----", format_bytes(beside), "-"]] if beside else []
     return [*rows, [f"peak per device ({how})", *"----", format_bytes(plan.known_peak_bytes), "-"]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capture.plan.strategy import strategy
-from capture.quantities import counted, format_bytes, format_rate, format_seconds, signed_bytes
+from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from capture.report.data import Clock, ReportFacts
 
 #: What every simulated thing says of its times.
@@ -146,7 +146,7 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
             stage.stage.remat_text,
             format_bytes(stage.predicted.peak_bytes),
             "-" if stage.verified_bytes is None else format_bytes(stage.verified_bytes),
-            "-" if limit is None else signed_bytes(limit - stage.peak_bytes),
+            "-" if limit is None else format_bytes(limit - stage.peak_bytes),
             f"{waits:.0%}",
         )
         for stage, waits in zip(facts.stages, facts.schedule.waits_fraction, strict=True)
