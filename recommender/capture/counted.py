@@ -176,13 +176,8 @@ class CountedSearch:
                 if num_left <= 0:
                     return best
                 num_left -= 1
-                peaks = [peak for s in stages for peak in [s.peak_bytes] * s.num_devices]
-                result = replace(
-                    best.result,
-                    stages=stages,
-                    peak_bytes=max(peaks),
-                    peak_bytes_per_device=tuple(peaks),
-                )
+                peaks = tuple(s.peak_bytes for s in stages for _ in s.devices)
+                result = replace(best.result, stages=stages, peak_bytes_per_device=peaks)
                 one = self._bounded(result, closed)
                 if one.seconds < (moved or best).seconds:
                     moved = one

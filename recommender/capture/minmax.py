@@ -83,11 +83,10 @@ def minmax(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> Search
     return found(
         problem,
         stages,
-        algorithm="minmax",
+        "minmax",
         optimal=True,
-        tie_break="full" if columns == num_devices else "partial" if columns else "none",
-        tie_break_columns=columns,
         num_explored=num_explored,
+        tie_break_columns=columns,
     )
 
 

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from capture.plan.why import Why
 from recommender.capture.least_sum import TimedPlan
 from recommender.capture.minmax import least_peak
 from recommender.capture.problem import SearchProblem
-from recommender.capture.result import Infeasible, SearchResult
+from recommender.capture.result import SearchResult
 from recommender.capture.throughput import Fastest
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class TimedFront:
     optimal: bool
     num_searches: int
     seconds: float
-    why: Infeasible | None = None
+    why: Why | None = None
 
 
 def pareto(

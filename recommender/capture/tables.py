@@ -25,11 +25,12 @@ from capture.plan.choices import StageChoice, by_degree
 from capture.plan.prediction import Prediction
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
+from capture.plan.why import Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.pareto import undominated
 from recommender.capture.posed import plan_of, stage_choices
-from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
+from recommender.capture.result import PlacedStage, SearchResult, within_limit
 from recommender.capture.table_space import Cuts, StageRows, TableSpace
 from recommender.question import PlanQuestion
 
@@ -273,19 +274,7 @@ def _result(
         replace(stage, peak_bytes=of.peak_bytes)
         for stage, of in zip(stages, prediction.stages, strict=True)
     )
-    return SearchResult(
-        "ok",
-        placed,
-        max(peaks),
-        peaks,
-        "table",
-        optimal=False,
-        tie_break="none",
-        tie_break_columns=0,
-        seconds=0.0,
-        num_explored=0,
-        step_seconds=seconds,
-    )
+    return SearchResult("ok", placed, peaks, "table", False, step_seconds=seconds)
 
 
 def _above(found: TablePlan, limit: int | None) -> int:
@@ -311,9 +300,8 @@ def nothing_fits(question: PlanQuestion, num_layers: int) -> SearchResult:
         f"profiled choice makes groups for num_microbatches={question.num_microbatches}. "
         f"{_rules(question)}Give other numbers, or another schedule. [no-possible-groups]"
     )
-    why = Infeasible("no-possible-groups", message, question.limit_bytes)
-    empty = SearchResult("infeasible", (), 0, (), "table", True, "none", 0, 0.0, 0)
-    return replace(empty, why=why)
+    why = Why(message, code="no-possible-groups", memory_limit_bytes=question.limit_bytes)
+    return SearchResult("infeasible", (), (), "table", True, why=why)
 
 
 def _rules(question: PlanQuestion) -> str:

@@ -200,14 +200,9 @@ class Fastest:
     def result(self, plan: TimedPlan, lower: int) -> SearchResult:
         """Return a plan as a result, with what is proven about its step time."""
         optimal = lower // self.ticks.unit >= plan.value // self.ticks.unit
+        explored = self.num_explored
         result = found(
-            self.problem,
-            plan.stages,
-            algorithm="throughput",
-            optimal=optimal,
-            tie_break="none",
-            tie_break_columns=0,
-            num_explored=self.num_explored,
+            self.problem, plan.stages, "throughput", optimal=optimal, num_explored=explored
         )
         bound = 0.0 if optimal else plan.value / max(lower, 1) - 1
         return replace(

@@ -261,8 +261,8 @@ def test_memory_limit(algorithm):
         30,
         29,
     )
-    assert result.why.stage == result.stages[result.why.stage_id]
-    assert result.why.message == (
+    assert result.why.stage_id == 0
+    assert result.why.summary == (
         "The lowest peak memory of any plan is 30 bytes, 1 above memory_limit_bytes=29: stage_id=0 "
         "(layers 0 to 2 on devices 0 to 0, "
         "data_parallel=1, tensor_parallel=1). Raise the limit to 30 bytes, or use more devices, "
@@ -279,7 +279,7 @@ def test_reasons_for_no_plan():
         "nothing possible": "no-possible-stage",
         "a node of three, stages of two": "devices-unfillable",
     }
-    assert search(pipeline_problem(additive([1] * 6, [1] * 6), 7)).why.message == (
+    assert search(pipeline_problem(additive([1] * 6, [1] * 6), 7)).why.summary == (
         "num_layers=6 cannot fill the 7 devices of cluster 7x1: at least 7 stages of one layer or "
         "more are needed. "
         "Cut the model into 7 layers or more, allow larger stages, or use fewer devices. "

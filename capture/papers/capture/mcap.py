@@ -60,9 +60,8 @@ def mcap_brute_force(problem: SearchProblem) -> SearchResult:
     return found(
         problem,
         stages,
-        algorithm="mcap-bf",
+        "mcap-bf",
         optimal=True,
-        tie_break="full",
-        tie_break_columns=num_devices,
         num_explored=num_explored,
+        tie_break_columns=num_devices,
     )
