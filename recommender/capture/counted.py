@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,14 +26,14 @@ from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
-from capture.plan.why import Front, FrontPoint
+from capture.plan.why import Front
 from capture.predictor.alike import Kinds
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.minmax import least_peak
 from recommender.capture.pareto import pareto, undominated
 from recommender.capture.posed import plan_of
 from recommender.capture.problem import SearchProblem
-from recommender.capture.result import PlacedStage, SearchResult, placed
+from recommender.capture.result import PlacedStage, Proposal, SearchResult, placed
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
@@ -42,25 +42,6 @@ from recommender.question import PlanQuestion
 MOST_TASKS = 500_000
 #: From one tighter limit to the next.
 LIMITS_RATIO = 2**0.5
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan that a closed form proposes.
-
-    Attributes:
-        result: Its ``step_seconds`` are counted; ``optimal`` and ``bound_fraction`` are of the
-            closed form without transfers.
-        plan: Its stages on their devices.
-    """
-
-    result: SearchResult
-    plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        assert self.result.step_seconds is not None, "counted"
-        return self.result.step_seconds
 
 
 def _order(proposal: Proposal) -> tuple[float, int]:
@@ -134,17 +115,11 @@ class CountedSearch:
                 below = [p for p in plain.points if p.peak_bytes <= point.peak_bytes]
                 proposed += [self._bounded(point, below[-1])] if below else []
         left = undominated(proposed, lambda one: (one.result.peak_bytes, one.seconds))
-        points = tuple(
-            FrontPoint(
-                one.result.peak_bytes, one.seconds, one.result.bound_fraction, one.plan.stages
-            )
-            for one in left
-        )
         same = [one.plan.stages for one in left] == [
             self._planned(point.stages).stages for point in plain.points
         ]
         front = Front(
-            points,
+            tuple(one.point for one in left),
             plain.complete and same,
             self._question.microbatch_size not in self._profile.microbatch_sizes,
             time.perf_counter() - start,

@@ -25,10 +25,10 @@ from recommender.capture.recommendation import (
     recommend,
 )
 from recommender.capture.refine import Look, Policy, Probe, Search
-from recommender.capture.result import SearchResult
+from recommender.capture.result import Proposal, SearchResult
 from recommender.capture.search import search as search_plan
 from recommender.capture.searched import searched
-from recommender.capture.tables import TablePlan, TableSearch, several_groups
+from recommender.capture.tables import TableSearch, several_groups
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: How far the best compiled plan is above the lower bound where bounds say little.
@@ -254,7 +254,7 @@ def open_others(search: Search, found: Found) -> bool:
     return bool(numbers)
 
 
-def least_in_groups(part: OpenPart) -> TablePlan | None:
+def least_in_groups(part: OpenPart) -> Proposal | None:
     """Return the plan of a part whose schedule is not plain that is expected to need least at
     most; None if there are no groups."""
     most, question = part.most, part.question

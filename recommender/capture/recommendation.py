@@ -11,7 +11,7 @@ from capture.errors import PlanError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.stages import Plan
-from capture.plan.why import Front, FrontPoint, Why
+from capture.plan.why import Front, Why
 from capture.predictor import AdditivePredictor, Prediction
 from capture.predictor.step_time import CountedSteps
 from capture.quantities import counted
@@ -111,11 +111,7 @@ def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -
 
 def _front_of_table(search: TableSearch, question: PlanQuestion, profile: Profile) -> Front:
     start = time.perf_counter()
-    points = tuple(
-        FrontPoint(point.result.peak_bytes, point.result.step_seconds, 0.0, point.plan.stages)
-        for point in search.front()
-        if point.result.step_seconds is not None
-    )
+    points = tuple(found.point for found in search.front())
     extrapolated = question.microbatch_size not in profile.microbatch_sizes
     return Front(points, False, extrapolated, time.perf_counter() - start)
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from capture.documents import fields_of
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
-from capture.plan.why import Why
+from capture.plan.stages import Plan
+from capture.plan.why import FrontPoint, Why
 from recommender.capture.problem import SearchProblem
 
 TieBreak = Literal["full", "partial", "none"]
@@ -79,6 +80,31 @@ class SearchResult:
     def sorted_peaks(self) -> tuple[int, ...]:
         """The bytes per device, largest first: what the tie-break compares."""
         return tuple(sorted(self.peak_bytes_per_device, reverse=True))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that a search proposes, with its result.
+
+    Attributes:
+        result: Of a plain schedule, ``optimal`` and ``bound_fraction`` are of the closed form
+            without transfers; ``step_seconds`` are counted, if it was searched for speed.
+        plan: The stages on their devices.
+    """
+
+    result: SearchResult
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        assert self.result.step_seconds is not None, "times are known"
+        return self.result.step_seconds
+
+    @property
+    def point(self) -> FrontPoint:
+        """The plan as a point of a front."""
+        result = self.result
+        return FrontPoint(result.peak_bytes, self.seconds, result.bound_fraction, self.plan.stages)
 
 
 def placed(device: int, first: int, stop: int, choice: StageChoice, peak_bytes: int) -> PlacedStage:
