@@ -107,12 +107,8 @@ class _TimedPoint:
 
 class _FrontSearch:
     def __init__(self, fastest: Fastest, max_searches: int):
-        self.fastest, self.max_searches, self.num_searches, self.complete = (
-            fastest,
-            max_searches,
-            0,
-            True,
-        )
+        self.fastest, self.max_searches = fastest, max_searches
+        self.num_searches, self.complete = 0, True
         self.points: list[_TimedPoint] = []  # by ascending peak
 
     def run(self) -> None:
@@ -144,13 +140,7 @@ class _FrontSearch:
     def _look(self, limit: int) -> None:
         """Search for the fastest plan within a limit that no point covers yet: it becomes a new
         point, or more of the gap above the point below it is covered."""
-        i = (
-            next(
-                (i for i, point in enumerate(self.points) if point.plan.peak_bytes > limit),
-                len(self.points),
-            )
-            - 1
-        )
+        i = sum(point.plan.peak_bytes <= limit for point in self.points) - 1
         if i < 0 or i + 1 == len(self.points) or limit <= self.points[i].limit:
             return
         below, above = self.points[i], self.points[i + 1]

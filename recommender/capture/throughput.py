@@ -148,16 +148,8 @@ class Fastest:
         # Boxes: (bound, low, high, shortest, longest, least sum); low and high are indices of
         # values, shortest and longest of updates.
         shortest = int(np.searchsorted(updates, self._least_update))
-        boxes = [
-            (
-                at_least,
-                int(np.searchsorted(values, slowest)),
-                len(values) - 1,
-                shortest,
-                len(updates) - 1,
-                0,
-            )
-        ]
+        low = int(np.searchsorted(values, slowest))
+        boxes = [(at_least, low, len(values) - 1, shortest, len(updates) - 1, 0)]
         num_programmes = 0
         while boxes:
             bound, low, high, shortest, longest, least_sum = heapq.heappop(boxes)

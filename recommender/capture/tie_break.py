@@ -145,12 +145,7 @@ def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: in
         Ascending indices of the winners.
     """
     state, own, copies, child = candidates[:4]
-    alive, taken, left, winners = (
-        np.arange(len(state)),
-        np.zeros(len(state), np.int64),
-        copies.copy(),
-        [],
-    )
+    alive, taken, left, winners = np.arange(len(state)), np.zeros_like(state), copies.copy(), []
     for _ in range(width):
         starts = np.flatnonzero(np.diff(state[alive], prepend=-1))
         sizes = np.diff(starts, append=len(alive))
