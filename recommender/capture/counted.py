@@ -90,7 +90,7 @@ class CountedSearch:
     def _tighter_limits(self, peak_bytes: int) -> Iterator[int]:
         """Yield limits below a peak, from the least one on. They do not depend on the limit, so
         that a plan that is found at one of them is found at every larger limit."""
-        limit = max(stage.peak_bytes for stage in least_peak(self._problem)[0])
+        limit = least_peak(self._problem)
         while 0 < limit < peak_bytes:
             yield limit
             limit = int(limit * LIMITS_RATIO) + 1

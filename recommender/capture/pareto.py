@@ -118,7 +118,7 @@ class _FrontSearch:
         if top is None:
             return
         self.points = [_TimedPoint(top, fastest.limit, lower)]
-        least = max(stage.peak_bytes for stage in least_peak(fastest.problem)[0])
+        least = least_peak(fastest.problem)
         if least < top.peak_bytes:
             self.num_searches += 1
             bottom, lower = fastest.within(least, at_least=lower)

@@ -29,8 +29,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from recommender.capture.least_sum import Caps, LeastSum, TimedPlan, least_largest
-from recommender.capture.minmax import minmax
+from recommender.capture.least_sum import Caps, LeastSum, TimedPlan
+from recommender.capture.minmax import least_largest, minmax
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import SearchResult, found
 from recommender.capture.ticks import Ticks, step_seconds

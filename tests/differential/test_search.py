@@ -80,6 +80,16 @@ def test_minmax_equals_brute_force(seed):
         assert (untied.peak_bytes, untied.tie_break) == (best[0], "none")
 
 
+def test_any_plan_of_least_peak_has_its_stages_where_they_fit():
+    """Bytes that are others at every position: a stage taken for another position shows."""
+    choices = {d: (StageChoice(d),) for d in (1, 2, 4)}
+    for seed in range(40):
+        generator = np.random.default_rng(seed)
+        cost = {d: generator.integers(0, 1000, (1, 4, 8, 9)) for d in choices}
+        problem = SearchProblem(Cluster((4, 4)), 8, choices, cost)
+        assert search(problem, tie_break="none").peak_bytes == search(problem).peak_bytes
+
+
 @pytest.mark.parametrize("seed", range(0, 320, 4))
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_partial_tie_break_decides_the_largest_devices(seed, columns):
