@@ -61,11 +61,9 @@ class Verification:
         if model is None:
             return None
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
-        return (
-            plan_timeline(self.program, self.plan.cluster, times, model.rates)
-            if len(times) == len(self.costs)
-            else None
-        )
+        if len(times) < len(self.costs):
+            return None
+        return plan_timeline(self.program, self.plan.cluster, times, model.rates)
 
     @property
     def step_time(self) -> StepTime | None:

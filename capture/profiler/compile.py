@@ -269,10 +269,8 @@ class CompileBackend:
         splits = self.sharding(size).layer_splits(choice.tensor_parallel)
         if not any(split for _, split in splits[config.first : config.stop]):
             return []
-        graph, layers = (
-            self.sharding(size).graph([choice]),
-            self.traced(size).slice(config.first, config.stop),
-        )
+        graph = self.sharding(size).graph([choice])
+        layers = self.traced(size).slice(config.first, config.stop)
         values = (*layers.inputs, *layers.outputs)
         return [SEQUENCE_VERSION, [graph.value_dim(v, choice.value_split) for v in values]]
 
