@@ -18,7 +18,11 @@ TieBreak = Literal["full", "partial", "none"]
 
 @dataclass(frozen=True)
 class PlacedStage(Stage):
-    """A stage, with what each of its devices needs."""
+    """A stage, with what each of its devices needs.
+
+    Attributes:
+        peak_bytes: Bytes of each of its devices.
+    """
 
     peak_bytes: int = 0
 
