@@ -98,9 +98,10 @@ def _reach(problem: SearchProblem) -> Reach | None:
     lower = least_largest(problem, {d: table.min(axis=0) for d, table in rows.items()})
     if lower >= NEVER:
         return None
-    # Stages may be impossible at their worst positions.
     upper = least_largest(problem, {d: table.max(axis=0) for d, table in rows.items()})
-    upper = min(upper, NEVER - 1)
+    # No bound where stages are impossible at their worst positions: then the largest cost is.
+    largest = (table.max(where=table < NEVER, initial=lower) for table in rows.values())
+    upper = min(upper, int(max(largest)))
     for halvings in range(MAX_HALVINGS, -1, -1):
         reach = Reach(problem, rows, lower + (upper - lower >> halvings))
         if reach.peak < NEVER:
