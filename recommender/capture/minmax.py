@@ -1,10 +1,10 @@
-"""Exact least peak over all plans: bounds that ignore the position, then a programme that does not.
+"""Exact least peak over all plans: a bound that ignores the position, then a programme that does
+not.
 
-1. With each stage at its best position, or at its worst, a programme over (device, next layer)
-   bounds the least peak from below and above. With one position row (GPipe) the two meet.
+1. With each stage at its best position, a programme over (device, next layer) bounds the least peak
+   from below. With one position row (GPipe) it is the least peak.
 2. ``Reach`` finds the least peak of plans of stages within a limit, if there are any. Its limit
-   goes from the lower bound to the upper one in steps that double, since few stages are within a
-   low one.
+   goes up from the bound in steps that double, since few stages are within a low one.
 
 No enumeration, and no monotonicity is assumed: costs may be negative, and a longer stage may need
 less.
@@ -24,9 +24,6 @@ from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.reach import Reach
 from recommender.capture.result import SearchResult, found, nothing_found, place
 from recommender.capture.tie_break import fairest_cuts
-
-#: Of the distance between the bounds of the least peak, before the first limit that is tried.
-MAX_HALVINGS = 5
 
 TieBreakOption = Literal["auto", "full", "none"] | int
 
@@ -98,15 +95,12 @@ def _reach(problem: SearchProblem) -> Reach | None:
     lower = least_largest(problem, {d: table.min(axis=0) for d, table in rows.items()})
     if lower >= NEVER:
         return None
-    upper = least_largest(problem, {d: table.max(axis=0) for d, table in rows.items()})
-    # No bound where stages are impossible at their worst positions: then the largest cost is.
     largest = (table.max(where=table < NEVER, initial=lower) for table in rows.values())
-    upper = min(upper, int(max(largest)))
-    for halvings in range(MAX_HALVINGS, -1, -1):
-        reach = Reach(problem, rows, lower + (upper - lower >> halvings))
-        if reach.peak < NEVER:
-            return reach
-    return None
+    upper = int(max(largest))
+    limit, step = lower, max(1, abs(lower) // 8, upper - lower >> 10)
+    while (reach := Reach(problem, rows, min(limit, upper))).peak == NEVER and limit < upper:
+        limit, step = limit + step, 2 * step
+    return None if reach.peak == NEVER else reach
 
 
 def least_largest(problem: SearchProblem, values: Mapping[int, np.ndarray]) -> int:
