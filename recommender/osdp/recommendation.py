@@ -101,13 +101,7 @@ def osdp(
     """
     operators, cost = costs_of(question)
     described, memory = cost.machine.target, cost.machine.memory_limit_bytes
-    described_by: dict[str, Any] = {
-        "names": tuple(operator.name for operator in _all(cost)),
-        "params": operators.names,
-        "remat": question.remat,
-        "smallest_bytes": question.smallest_bytes,
-        "look_ahead": question.overlap_fraction > 0,
-    }
+    described_by = _described(question, operators, cost)
     sizes = question.smallest_bytes, question.batch_size, question.max_batch_size
     search = OverStep(cost, operators, *sizes)
     found, uncompiled = None, None if verify else left_out
@@ -134,6 +128,18 @@ def osdp(
     why = Why(_summary(plan, described.name, uncompiled), uncompiled=uncompiled)
     limit = None if question.limit_bytes is None else int(question.limit_bytes)
     return Answer(found.status, plan, found, why, plan.headroom(limit))
+
+
+def _described(question: ShardingQuestion, operators: Any, cost: StepCost) -> dict[str, Any]:
+    """Return the fields that every plan of the search gets: names of operators and parameters,
+    remat, the smallest size to shard, and whether gathers look ahead."""
+    return {
+        "names": tuple(operator.name for operator in _all(cost)),
+        "params": operators.names,
+        "remat": question.remat,
+        "smallest_bytes": question.smallest_bytes,
+        "look_ahead": question.overlap_fraction > 0,
+    }
 
 
 def _measuring(
