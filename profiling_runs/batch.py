@@ -77,12 +77,8 @@ class Batch:
         progress: Progress = lambda what, done, total: None,
         watch: Watch = lambda event: None,
     ):
-        self._store, self._provenance, self._progress, self._watch = (
-            store,
-            provenance,
-            progress,
-            watch,
-        )
+        self._store, self._provenance = store, provenance
+        self._progress, self._watch = progress, watch
         self._totals, self._done = Counter[str](), Counter[str]()
         self._failures: dict[str, Counter[Failure]] = {}
         self._bugs: list[Outcome] = []
@@ -151,11 +147,8 @@ class Batch:
                             yield self._settled(outcome)
                     yield None
             finally:
-                with suppress(
-                    ProfileError
-                    # a store that cannot be written has raised already; the next batch frees
-                    # them too
-                ):
+                # A store that cannot be written has raised already; the next batch frees them too.
+                with suppress(ProfileError):
                     self._store.release(running)
         if self._bugs:
             raise _to_report(self._bugs)
@@ -232,16 +225,8 @@ class Batch:
         return outcome
 
     def _say(self, job: Job, state: str, **facts: Any) -> None:
-        self._watch(
-            {
-                "event": "job",
-                "time": time.time(),
-                "key": job.key,
-                "kind": job.kind,
-                "state": state,
-                **facts,
-            }
-        )
+        about = {"key": job.key, "kind": job.kind, "state": state}
+        self._watch({"event": "job", "time": time.time(), **about, **facts})
 
 
 def _to_report(bugs: Sequence[Outcome]) -> CaptureError:

@@ -117,12 +117,9 @@ def held_out(
 
 
 def _is_same_model(measurements: Measurements, question: ProfileQuestion, size: int) -> bool:
-    backend = measurements.backend
+    traced, own = measurements.backend.traced, question.microbatch_size
     try:
-        return (
-            backend.traced(size).graph.num_layers
-            == backend.traced(question.microbatch_size).graph.num_layers
-        )
+        return traced(size).graph.num_layers == traced(own).graph.num_layers
     except Exception as error:  # the model's own
         if is_bug(error):
             raise
@@ -159,10 +156,7 @@ def held_out_stages(
     first_of: dict[StageConfig, tuple[Plan, int]] = {}
     for plan in plans:
         for s, stage in enumerate(plan.stages):
-            first_of.setdefault(
-                StageConfig.of(stage, plan.microbatch_size),
-                (plan, s),
-            )
+            first_of.setdefault(StageConfig.of(stage, plan.microbatch_size), (plan, s))
     num_of = dict[StageChoice, int]()
     ranked = []
     for config in sorted(first_of, key=lambda config: (config.num_layers, config)):

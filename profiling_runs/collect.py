@@ -3,6 +3,7 @@ together."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -128,9 +129,7 @@ def wanted_configs(
             for plan in calibration_of(question, measurements)
             for s in plan.stages
         ]
-        wanted[CALIBRATION] = [
-            config for config in configs if measurements.key(config) not in known
-        ]
+        wanted[CALIBRATION] = [each for each in configs if measurements.key(each) not in known]
         wanted[OTHER_SIZES] = list(held_out(question, measurements))
     return wanted
 
@@ -153,20 +152,15 @@ def missing_statistics(
 ) -> tuple[str, ...]:
     """Return warnings that say which statistics predictions lack, because windows of layers could
     not be measured. Choices and micro-batch sizes that lack the same share one."""
-    found: dict[str, list[tuple[StageChoice, int]]] = {}
-    for choice, size in dict.fromkeys(
-        (config.choice, config.microbatch_size) for config in windows
-    ):
-        alike = [
-            config
-            for config in windows
-            if (config.choice, config.microbatch_size) == (choice, size)
-        ]
-        missing = [(config.first, config.stop) for config in alike if config not in measured]
-        if missing:
-            text = without_windows(missing, [(config.first, config.stop) for config in alike])
-            found.setdefault(text, []).append((choice, size))
-    return tuple(f"{ways(alike)}: {text}. Layers count from 0." for text, alike in found.items())
+    alike = defaultdict[tuple[StageChoice, int], list[StageConfig]](list)
+    for config in windows:
+        alike[config.choice, config.microbatch_size].append(config)
+    found = defaultdict[str, list[tuple[StageChoice, int]]](list)
+    for way, configs in alike.items():
+        if missing := [(each.first, each.stop) for each in configs if each not in measured]:
+            text = without_windows(missing, [(each.first, each.stop) for each in configs])
+            found[text].append(way)
+    return tuple(f"{ways(of)}: {text}. Layers count from 0." for text, of in found.items())
 
 
 def split_warnings(

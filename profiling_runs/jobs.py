@@ -224,12 +224,8 @@ class Queue:
         if group not in self._groups:
             if not self._groups:
                 return self._again.popleft() if self._again and alone else None
-            fresh = next((name for name in self._groups if name not in self._taken), None)
-            group = (
-                max(self._groups, key=lambda name: len(self._groups[name]))
-                if fresh is None
-                else fresh
-            )
+            fresh = (name for name in self._groups if name not in self._taken)
+            group = next(fresh, max(self._groups, key=lambda name: len(self._groups[name])))
         self._taken.add(group)
         job = self._groups[group].popleft()
         if not self._groups[group]:

@@ -61,11 +61,9 @@ class Verification:
         if model is None:
             return None
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
-        return (
-            plan_timeline(self.program, self.plan.cluster, times, model.rates)
-            if len(times) == len(self.costs)
-            else None
-        )
+        if len(times) < len(self.costs):
+            return None
+        return plan_timeline(self.program, self.plan.cluster, times, model.rates)
 
     @property
     def step_time(self) -> StepTime | None:
@@ -183,11 +181,7 @@ def with_stages(
     costs = {config: measurements.costs[config] for config in configs}
     verified = {
         config: replace(
-            cost,
-            residual_bytes=kept_bytes(graph, config.first, config.stop, config.choice, cost),
-            kept_inputs=(),
-            kept_outputs=(),
-            kept_batch=(),
+            cost.keeping(kept_bytes(graph, config.first, config.stop, config.choice, cost)),
             split=_all_deferred(graph, config, cost),
         )
         for config, cost in costs.items()
@@ -204,15 +198,14 @@ def _all_deferred(graph: LayerGraph, config: StageConfig, cost: StageCost) -> Sp
     """Return a split backward pass whose kept bytes all count as deferred; None for a whole one."""
     if cost.split is None:
         return None
-    nbytes = split_bytes(graph, config.first, config.stop, config.choice, cost)
-    return replace(
-        cost.split,
-        residual_bytes=0,
-        deferred_bytes=nbytes,
-        kept_inputs=(),
-        kept_outputs=(),
-        kept_batch=(),
-        cotangents=(),
+    nbytes, split = split_bytes(graph, config.first, config.stop, config.choice, cost), cost.split
+    return SplitCost(
+        split.inputs_bytes,
+        split.weights_bytes,
+        0,
+        nbytes,
+        inputs_work=split.inputs_work,
+        weights_work=split.weights_work,
     )
 
 

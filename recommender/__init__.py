@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from recommender.capture.extent import cheapest_cluster
     from recommender.capture.problem import NEVER, SearchProblem
     from recommender.capture.recommendation import baseline_plan, recommend
-    from recommender.capture.result import Infeasible, PlacedStage, SearchResult
+    from recommender.capture.result import PlacedStage, SearchResult
     from recommender.capture.search import search
     from recommender.money import Accountant, Terms
     from recommender.question import PlanQuestion
@@ -24,7 +24,6 @@ __all__ = [
     "NEVER",
     "Accountant",
     "Answer",
-    "Infeasible",
     "PlacedStage",
     "PlanQuestion",
     "Saving",
@@ -40,7 +39,6 @@ __all__ = [
 _MODULE_OF = {
     "Accountant": "recommender.money",
     "Answer": "recommender.answer",
-    "Infeasible": "recommender.capture.result",
     "NEVER": "recommender.capture.problem",
     "PlacedStage": "recommender.capture.result",
     "PlanQuestion": "recommender.question",

@@ -28,6 +28,8 @@ _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _FILE_AND_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _ENTRIES = re.compile(r"^(\d+) (.*)$", re.M)
 
+#: Of allocations, by a word in what the text says of them.
+_KINDS = {"preallocated-temp": "temporary", "live-out": "result"}
 #: Instructions between one that names no layer and one that does.
 _MOST_STEPS = 12
 
@@ -63,14 +65,10 @@ def parse_buffers(
 ) -> tuple[Buffer, ...]:
     """Return the buffers that ``read_buffers`` does, from the texts of the files."""
     temporaries, results = _allocated(assignment)
-    ranges = [
-        (match[1], match[2] or "{}", int(match[3]), int(match[4]))
-        for match in _RANGE.finditer(live)
-    ]
     lives = [
-        _Life(name, *temporaries[name, index], start, end)
-        for name, index, start, end in ranges
-        if (name, index) in temporaries
+        _Life(name, *temporaries[name, index or "{}"], int(start), int(end))
+        for name, index, start, end in _RANGE.findall(live)
+        if (name, index or "{}") in temporaries
     ]
     held = [(life.name, life.size) for life in _at_peak(lives)] + results
     origin = _Origins(program, layer_of)
@@ -130,13 +128,8 @@ def _allocated(
         if header := ALLOCATION.match(line):
             size, color, text = int(header[1]), header[2] or "0", header[3]
             in_memory = color == "0" and not text.startswith("parameter")
-            kind = (
-                "temporary"
-                if in_memory and "preallocated-temp" in text
-                else "result"
-                if in_memory and "live-out" in text
-                else ""
-            )
+            kinds = [kind for mark, kind in _KINDS.items() if in_memory and mark in text]
+            kind = kinds[0] if kinds else ""
         elif kind and (value := _VALUE.match(line)):
             if kind == "temporary":
                 temporaries[value[1], value[2] or "{}"] = int(value[3]), int(value[4])
@@ -175,11 +168,8 @@ class _Origins:
             here = self._layer_of(instruction.op_name)
             if here is None or layer not in (None, here):
                 continue
-            layer, what, source = (
-                here,
-                what or operation_name(instruction.op_name),
-                source or instruction.source,
-            )
+            layer, what = here, what or operation_name(instruction.op_name)
+            source = source or instruction.source
             if source:
                 break
         return layer, what or name, source

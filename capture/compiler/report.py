@@ -55,11 +55,9 @@ def read_report(folder: Path) -> MemoryReport | None:
     Args:
         folder: Given to the compiler as ``xla_dump_to``.
     """
-    report, assignment = (
-        _one(folder.glob("*-memory-usage-report.txt")),
-        _one(folder.glob("*-buffer-assignment.txt")),
-    )
-    live, program = _one(folder.glob("*-live-range.txt")), read_program(folder)
+    names = ("memory-usage-report", "buffer-assignment", "live-range")
+    report, assignment, live = (_one(folder.glob(f"*-{name}.txt")) for name in names)
+    program = read_program(folder)
     if report is None or assignment is None or live is None or program is None:
         return None
     # Of these files the live ranges or the program are written last; they end with this tree and

@@ -215,12 +215,8 @@ class _Convolution:
             part.split("=") for part in (window[1] if window else "").split() if "=" in part
         )
         spatial = [lhs[of_lhs.index(str(d))] for d in range(len(lhs) - 2)]
-        pads = (
-            [tuple(map(int, pad.split("_"))) for pad in named["pad"].split("x")]
-            if "pad" in named
-            else []
-        )
-        dilated = [int(n) for n in named["lhs_dilate"].split("x")] if "lhs_dilate" in named else []
+        pads = [tuple(map(int, pad.split("_"))) for pad in named.get("pad", "").split("x") if pad]
+        dilated = [int(n) for n in named.get("lhs_dilate", "").split("x") if n]
         plain = (
             self.groups == 1 and len(spatial) <= 2 and not {"stride", "rhs_dilate"} & named.keys()
         )

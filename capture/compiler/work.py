@@ -231,16 +231,10 @@ def _computed(attributes: str, operand: str) -> tuple[str, str]:
     defined = re.match(r"\(?(\w+)\[", operand)
     dtype = _DTYPES.get(defined[1] if defined else "f32", "float32")
     if algorithm := _ALGORITHM.search(attributes):
-        return (
-            (dtype, "highest")
-            if algorithm[2]
-            else (_DTYPES.get(algorithm[1].lower(), dtype), "highest")
-        )
+        return dtype if algorithm[2] else _DTYPES.get(algorithm[1].lower(), dtype), "highest"
     found = _PRECISION.search(attributes)
     asked = found[1].lower() if found else ""
-    return dtype, next(
-        (precision for precision in ("highest", "high") if precision in asked), "default"
-    )
+    return dtype, next((each for each in ("highest", "high") if each in asked), "default")
 
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "tf32": "tf32"}
@@ -306,11 +300,8 @@ def group_of(text: str, num_partitions: int) -> tuple[int, int]:
     elif listed := _LISTED_GROUPS.search(text):
         ids = [int(i) for i in listed[1].split(",")]
     elif iota := _IOTA_GROUPS.search(text):
-        ids = (
-            _permuted(int(iota[1]) * int(iota[2]), iota[3], iota[5])
-            .reshape(int(iota[1]), int(iota[2]))[0]
-            .tolist()
-        )
+        count, size = int(iota[1]), int(iota[2])
+        ids = _permuted(count * size, iota[3], iota[5]).reshape(count, size)[0].tolist()
     elif "replica_groups={}" in text:
         ids = list(range(num_partitions))
     else:

@@ -59,11 +59,8 @@ class Cluster:
             ClusterError: ``cluster-syntax`` if the text is none of them, ``cluster-nodes`` if a
                 node is empty, ``cluster-slices`` if the target has no such slices.
         """
-        spelled = (
-            re.sub(r"\s*([x*×+()])\s*", r"\1", text.strip().lower())
-            .replace("*", "x")
-            .replace("×", "x")
-        )
+        spelled = re.sub(r"\s*([x*×+()])\s*", r"\1", text.strip().lower())
+        spelled = re.sub("[*×]", "x", spelled)
         if match := re.fullmatch(r"(\d+)x(\d+)", spelled):
             num_nodes, size = map(int, match.groups())
             return cls((size,) * num_nodes, target)

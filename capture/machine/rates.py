@@ -255,11 +255,8 @@ class Rates:
             ['tf32', 'tf32', 'float32']
         """
         narrow = self.default_dtypes.get(dtype, dtype)
-        return (
-            narrow
-            if precision == "default" or (precision == "high" and narrow == "tf32")
-            else dtype
-        )
+        is_narrow = precision == "default" or (precision == "high" and narrow == "tf32")
+        return narrow if is_narrow else dtype
 
     def rate_of(self, dtype: str, precision: str = "highest") -> Sourced:
         """Return the specified FLOPs per second of products of a data type at a precision; an

@@ -92,17 +92,10 @@ class RayCluster:
         if time.monotonic() - self._looked < _SECONDS_BETWEEN_LOOKS:
             return True
         address = ray.get_runtime_context().gcs_address
-        host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection(
-                (host.strip("[]"), int(port)), timeout=_SECONDS_BETWEEN_LOOKS
-            ).close()
-        except OSError as error:
+        if error := _refusal(address, _SECONDS_BETWEEN_LOOKS):
             if time.monotonic() - self._heard > _SECONDS_WITHOUT_HEAD:
                 with self.may_be_lost():
-                    raise ConnectionError(
-                        f"its head at {address} does not answer ({error})"
-                    ) from None
+                    raise ConnectionError(f"its head at {address} does not answer ({error})")
             return False
         self._looked = self._heard = time.monotonic()
         return True
@@ -351,6 +344,16 @@ def check_travels(paths: Sequence[str], error: type[CaptureError]) -> None:
         )
 
 
+def _refusal(address: str, timeout_seconds: float) -> OSError | None:
+    """Return why nothing answers at an address; None if something does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_seconds).close()
+    except OSError as error:
+        return error
+    return None
+
+
 def _join(
     address: str, error: type[CaptureError], num_processes: int, left_out: Sequence[str]
 ) -> bool:
@@ -365,26 +368,21 @@ def _join(
     if ray.is_initialized():
         return False
     host, _, port = address.rpartition(":")
-    if host and "://" not in address and port.isdecimal():  # Ray itself would try for minutes
-        try:
-            socket.create_connection(
-                (host.strip("[]"), int(port)), timeout=environment.patience(_SECONDS_TO_CONNECT)
-            ).close()
-        except OSError as refused:
-            raise error.of(
-                f"--ray {address}: nothing answers there ({refused}); name the address of a "
-                "running cluster.",
-                "ray-address",
-            ) from None
-    own: dict[str, Any] = (
-        {
+    is_plain = host and "://" not in address and port.isdecimal()
+    patience = environment.patience(_SECONDS_TO_CONNECT)
+    if is_plain and (said := _refusal(address, patience)):  # Ray itself would try for minutes
+        raise error.of(
+            f"--ray {address}: nothing answers there ({said}); name the address of a running "
+            "cluster.",
+            "ray-address",
+        )
+    own: dict[str, Any] = {}
+    if address == "local":
+        own = {
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_BYTES,
             "num_cpus": max(num_processes, os.cpu_count() or 1),
         }
-        if address == "local"
-        else {}
-    )
     try:
         ray.init(
             address,

@@ -163,11 +163,9 @@ def check_compiler(target: Target) -> None:
 def relative_target(name: str, directory: Path) -> str:
     """Return the name of a target, the path of a file written relative to a directory (that of a
     plan or a profile)."""
-    return (
-        os.path.relpath(Path(name).resolve(), directory.resolve())
-        if name.endswith(".json")
-        else name
-    )
+    if not name.endswith(".json"):
+        return name
+    return os.path.relpath(Path(name).resolve(), directory.resolve())
 
 
 def resolved_target(name: str, directory: Path) -> str:
@@ -177,11 +175,8 @@ def resolved_target(name: str, directory: Path) -> str:
 
 def same_target(one: str, other: str) -> bool:
     """Return whether two names mean the same target, however the path of a file is written."""
-    return one == other or (
-        one.endswith(".json")
-        and other.endswith(".json")
-        and Path(one).resolve() == Path(other).resolve()
-    )
+    are_files = one.endswith(".json") and other.endswith(".json")
+    return one == other or (are_files and Path(one).resolve() == Path(other).resolve())
 
 
 def known_name(name: str) -> str:

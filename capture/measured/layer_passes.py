@@ -40,13 +40,11 @@ class SizedLayers:
         seconds: Seconds of every layer.
         memory_bytes: Bytes of every layer, as in ``PassProfile``.
         input_bytes: Bytes of the input of every layer.
-        profiled: Whether the size was measured, not interpolated.
     """
 
     seconds: np.ndarray
     memory_bytes: np.ndarray
     input_bytes: np.ndarray
-    profiled: bool
 
     @cached_property
     def sums(self) -> list[float]:

@@ -270,10 +270,10 @@ class LayerProfile:
         inputs = size * np.array(self.x_bytes_per_sample)
         if size in sizes:
             i = sizes.index(size)
-            return SizedLayers(times[i], memories[i], inputs, True)
+            return SizedLayers(times[i], memories[i], inputs)
         seconds = interpolated(sizes, times, size)
         memory = interpolated(sizes, memories, size).astype(np.int64)
-        return SizedLayers(seconds, memory, inputs, False)
+        return SizedLayers(seconds, memory, inputs)
 
     def held_out_errors(
         self,

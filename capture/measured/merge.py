@@ -7,13 +7,19 @@ its target, its versions and its flags alone, and never mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
 
 from capture.errors import ProfileError, Violation
 from capture.machine.target import same_target
 from capture.measured.profile import Calibration, Profile
 from capture.model.graph import agreed_value_dims
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
@@ -40,42 +46,31 @@ def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
         graph=replace(
             widest.graph, value_dims=agreed_value_dims(profile.graph for profile in profiles)
         ),
-        measurements={
-            c: cost for profile in reversed(of_target) for c, cost in profile.measurements.items()
-        },
-        verified={
-            c: cost for profile in reversed(of_target) for c, cost in profile.verified.items()
-        },
-        param_bytes={
-            tp: sizes for profile in reversed(profiles) for tp, sizes in profile.param_bytes.items()
-        },
+        measurements=_first_of(profile.measurements for profile in of_target),
+        verified=_first_of(profile.verified for profile in of_target),
+        param_bytes=_first_of(profile.param_bytes for profile in profiles),
         microbatch_sizes=tuple(
             sorted({size for profile in of_target for size in profile.microbatch_sizes})
         ),
-        model_hashes={
-            size: model_hash
-            for profile in reversed(profiles)
-            for size, model_hash in profile.model_hashes.items()
-        },
+        model_hashes=_first_of(profile.model_hashes for profile in profiles),
         paper=papers[0] if papers else None,
         calibration=_together(calibrations) if calibrations else None,
-        warnings=tuple(
-            dict.fromkeys(warning for profile in of_target for warning in profile.warnings)
-        ),
-        failures=tuple(
-            dict.fromkeys(failure for profile in of_target for failure in profile.failures)
-        ),
+        warnings=tuple(dict.fromkeys(chain(*(profile.warnings for profile in of_target)))),
+        failures=tuple(dict.fromkeys(chain(*(profile.failures for profile in of_target)))),
     )
 
 
+def _first_of(mappings: Iterable[Mapping[K, V]]) -> dict[K, V]:
+    """Merge mappings; of a key that several have, the first one counts."""
+    return dict(ChainMap(*map(dict, mappings)))
+
+
 def _together(calibrations: Sequence[Calibration]) -> Calibration:
-    errors = tuple(error for calibration in calibrations for error in calibration.errors)
-    sizes = tuple(error for calibration in calibrations for error in calibration.size_errors)
     return Calibration(
-        errors,
+        tuple(chain(*(calibration.errors for calibration in calibrations))),
         calibrations[0].seed,
         sum(calibration.num_plans for calibration in calibrations),
-        sizes,
+        tuple(chain(*(calibration.size_errors for calibration in calibrations))),
     )
 
 

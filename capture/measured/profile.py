@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -168,17 +169,9 @@ class Calibration:
 
     def widest(self, choices: Iterable[StageChoice], num_layers: int) -> tuple[float, float]:
         """Return the interval of the least certain kind of stage with one of the choices."""
-        ends = {
-            (0, 1),
-            (0, num_layers),
-            (num_layers - 1, num_layers),
-            (num_layers // 2, num_layers // 2 + 1),
-        }
-        found = [
-            self.interval(StageConfig(*layers, choice, 1), num_layers)
-            for layers in ends
-            for choice in choices
-        ]
+        last, middle = num_layers - 1, num_layers // 2
+        kinds = product({(0, 1), (0, last + 1), (last, last + 1), (middle, middle + 1)}, choices)
+        found = [self.interval(StageConfig(*layers, of, 1), num_layers) for layers, of in kinds]
         return min(low for low, _ in found), max(high for _, high in found)
 
 

@@ -3,7 +3,7 @@ they do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from capture import documents
@@ -90,6 +90,10 @@ class StageCost:
     backward_work: ProgramWork | None = None
     update_work: ProgramWork | None = None
     split: SplitCost | None = None
+
+    def keeping(self, nbytes: int) -> StageCost:
+        """Return the cost with ``nbytes`` kept for the backward pass, all named residuals."""
+        return replace(self, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
 
     def to_json(self) -> dict[str, Any]:
         return documents.but_none(self)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,7 @@ class Store:
                 "Name another file with --store.",
                 "store-schema",
             )
-        for statement in (
-            statement for migration in _MIGRATIONS[version:] for statement in migration
-        ):
+        for statement in chain(*_MIGRATIONS[version:]):
             self._database.execute(statement)
         self._database.execute(f"PRAGMA user_version={STORE_SCHEMA_VERSION}")
         self._database.execute("COMMIT")

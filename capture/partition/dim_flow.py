@@ -173,11 +173,7 @@ def _gathered(eqn: Any, operand: int) -> DimFlow:
     """Return the dimension flow of a gather. Dimensions taken whole stay as offset dimensions;
     batching dimensions meet those of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, indices, result = (
-        eqn.invars[0].aval.shape,
-        eqn.invars[1].aval.shape,
-        eqn.outvars[0].aval.shape,
-    )
+    table, indices, result = (v.aval.shape for v in (*eqn.invars, *eqn.outvars))
     batch = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
     if operand == 1:  # the last dimension of the indices holds coordinates
         return (*batch, None)[: len(indices)]

@@ -66,11 +66,9 @@ def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
                 )
         else:
             bodies = [_call_flops(body, mesh, kernels) for body in sub_jaxprs(equation.params)]
-            total += (
-                max(bodies, default=0)
-                if equation.primitive.name == "cond"
-                else equation.params.get("length", 1) * sum(bodies)
-            )
+            if equation.primitive.name == "cond":
+                bodies = [max(bodies, default=0)]
+            total += equation.params.get("length", 1) * sum(bodies)
     return total
 
 

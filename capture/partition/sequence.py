@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import jax
@@ -148,23 +148,12 @@ def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
     """Yield, per input, a dimension to cut: all inputs' dimensions of one length, but for the
     examples of a batch."""
     sizes = [
-        [size if dim != tensor.batch_dim and size % degree == 0 else 0]
+        [0 if dim == tensor.batch_dim else size for dim, size in enumerate(tensor.shape)]
         for tensor in data
-        for dim, size in enumerate(tensor.shape)
     ]
-    for [length] in dict.fromkeys(map(tuple, sizes)):
-        if length:
-            yield [
-                next(
-                    (
-                        dim
-                        for dim, size in enumerate(tensor.shape)
-                        if size == length and dim != tensor.batch_dim
-                    ),
-                    None,
-                )
-                for tensor in data
-            ]
+    for length in dict.fromkeys(chain(*sizes)):
+        if length and length % degree == 0:
+            yield [own.index(length) if length in own else None for own in sizes]
 
 
 class _Layer:

@@ -137,11 +137,8 @@ def _of_product(equation: Any) -> Iterator[tuple[Dim, Dim]]:
 
 
 def _of_convolution(equation: JaxprEqn) -> Iterator[tuple[Dim, Dim]]:
-    numbers, (image, kernel), [result] = (
-        equation.params["dimension_numbers"],
-        equation.invars,
-        equation.outvars,
-    )
+    numbers, [result] = equation.params["dimension_numbers"], equation.outvars
+    image, kernel = equation.invars
     images, kernels, results = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     yield (image, images[0]), (result, results[0])
     yield (image, images[1]), (kernel, kernels[1])

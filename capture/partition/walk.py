@@ -266,14 +266,9 @@ class _Walk:
                 return replace(result, dim=dim)  # experts by now: their sum is due anyway
             if other.dim is None and weight.param is not None and self._may_start(weight.param):
                 shape = eqn.invars[side].aval.shape
-                for dim in (
-                    *batch[side],
-                    *(
-                        d
-                        for d in range(len(shape))
-                        if d not in contract[side] and d not in batch[side]
-                    ),
-                ):
+                given = (*contract[side], *batch[side])
+                free = [dim for dim in range(len(shape)) if dim not in given]
+                for dim in (*batch[side], *free):
                     if shape[dim] % self.degree == 0 and self._cut(weight, dim):
                         column = None if dim in batch[side] else weight.param
                         return replace(result, dim=product_dim(eqn, side, dim), column=column)
@@ -299,10 +294,8 @@ class _Walk:
         """Follow a convolution like a product over features: an output channel is a column, an
         input channel a row, a depthwise filter follows."""
         numbers, image, kernel = eqn.params["dimension_numbers"], *inputs
-        (image_batch, image_features), (out_features, in_features) = (
-            numbers.lhs_spec[:2],
-            numbers.rhs_spec[:2],
-        )
+        image_batch, image_features = numbers.lhs_spec[:2]
+        out_features, in_features = numbers.rhs_spec[:2]
         result_batch, result_features = numbers.out_spec[:2]
         self._undo(image.lost)
         result = _Value(static=image.static and kernel.static)

@@ -2,13 +2,12 @@
 
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.predictor.additive import AdditivePredictor
-from capture.predictor.formula import StageMemory, peak_of, peak_parts
+from capture.predictor.formula import StageMemory, peak_parts
 
 __all__ = [
     "AdditivePredictor",
     "Prediction",
     "StageMemory",
     "StagePrediction",
-    "peak_of",
     "peak_parts",
 ]

@@ -428,17 +428,12 @@ class AdditivePredictor(ComponentTables):
             )
 
     def _coverage(self) -> float | None:
-        return (
-            self.profile.calibration.coverage(INTERVAL_COVERAGE)
-            if self.profile.calibration
-            else None
-        )
+        known = self.profile.calibration
+        return None if known is None else known.coverage(INTERVAL_COVERAGE)
 
     def _interval(self, config: StageConfig, extrapolated: bool) -> tuple[float, float]:
-        calibration, num_layers = (
-            self.profile.calibration or Calibration((), 0, 0),
-            self.profile.graph.num_layers,
-        )
+        calibration = self.profile.calibration or Calibration((), 0, 0)
+        num_layers = self.profile.graph.num_layers
         size_known = extrapolated or config in self.profile.measurements
         without_long_windows = not (
             size_known or self.has_long_windows(config.choice, config.microbatch_size)

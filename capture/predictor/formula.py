@@ -166,65 +166,14 @@ def split_bytes(
     return deferred_of(stage_interface(graph, first, stop, (), choice, no_params, cost))
 
 
-def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:
-    """Compute the peak in bytes per device over all stages that share the device, in the shape of
-    the parts."""
-    state = sum(stage.state for stage in stages)
-    instants = [
-        state + sum(map(_held, stages, moment)) + sum(map(_taken, stages, moment))
-        for moment in moments
-    ]
-    end = state + _num_losses(moments) * stages[-1].losses
-    return np.maximum.reduce([*instants, *(end + more for more in _ends(stages))])
-
-
-def _held(memory: StageMemory, o: Occupancy) -> Any:
-    """Return the bytes that a stage holds beside its state at one moment, whatever program
-    executes."""
-    return (
-        o.accumulates * memory.gradients
-        + o.num_kept * memory.kept
-        + o.num_deferred * memory.deferred
-        + o.num_waiting_inputs * memory.received
-        + o.num_waiting_gradients * memory.gradients_in
-        + o.num_losses * memory.losses
-    )
-
-
-def _taken(memory: StageMemory, o: Occupancy) -> Any:
-    """Return the bytes that the task a stage executes needs beside what the stage holds; 0 if
-    idle."""
-    match o.kind:
-        case "forward":
-            return memory.received + memory.batch + memory.forward
-        case "backward":
-            return memory.gradients_in + memory.backward
-        case "backward_inputs":
-            return memory.gradients_in + memory.backward_inputs
-        case "backward_weights":
-            return memory.backward_weights
-        case "idle":
-            return 0
-
-
-def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
-    """Yield the bytes that each program at the end of a step needs beside state and losses. The
-    stages of a device are summarized, then updated, one after the other."""
-    for s, stage in enumerate(stages):
-        there = sum(each.gradients + each.arriving for each in stages)
-        yield there + sum(each.summary for each in stages[:s]) + stage.summarize
-        left = sum(each.gradients + each.arriving + each.summaries for each in stages[s:])
-        yield left + stage.update
-
-
 def peaks_by_position(
     memory: StageMemory,
     positions: Sequence[Sequence[Occupancy]],
     arriving: Sequence[object],
     optimizer_rests: bool = False,
 ) -> np.ndarray:
-    """Compute ``peak_of`` for many positions of a plain schedule at once, stacked along a new first
-    dimension; for arrays, without temporary ones.
+    """Compute the peak bytes of a stage alone on its devices for many positions of a plain schedule
+    at once, stacked along a new first dimension; for arrays, without temporary ones.
 
     Args:
         memory: All but ``arriving``.

@@ -112,13 +112,8 @@ def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) 
     while most < num_layers and all((a, a + most + 1) in windows for a in range(num_layers - most)):
         most += 1
     if most < min(2, num_layers):
-        raise KeyError(
-            next(
-                (a, a + most + 1)
-                for a in range(num_layers - most)
-                if (a, a + most + 1) not in windows
-            )
-        )
+        wanted = ((a, a + most + 1) for a in range(num_layers - most))
+        raise KeyError(next(window for window in wanted if window not in windows))
     return most
 
 

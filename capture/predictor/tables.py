@@ -73,26 +73,16 @@ class ComponentTables:
     def _components(
         self, first: int, stop: int, choice: StageChoice, microbatch_size: int, cost: StageCost
     ) -> np.ndarray:
-        kept = kept_bytes(self.graph(microbatch_size), first, stop, choice, cost)
-        of_update = (
-            cost.update_bytes,
-            cost.optimizer_bytes,
-            cost.summarize_bytes,
-            cost.summary_bytes,
-        )
-        passes: list[float] = [kept, cost.forward_bytes, cost.backward_bytes]
-        if self.profile.splits_backward:
-            split = cost.split
-            passes += (
-                [np.nan] * 3
-                if split is None
-                else [
-                    split_bytes(self.graph(microbatch_size), first, stop, choice, cost),
-                    split.inputs_bytes,
-                    split.weights_bytes,
-                ]
-            )
-        return np.array([*passes, *of_update], np.float64)
+        graph, split = self.graph(microbatch_size), cost.split
+        kept = kept_bytes(graph, first, stop, choice, cost)
+        found: list[float] = [kept, cost.forward_bytes, cost.backward_bytes]
+        if self.profile.splits_backward and split is not None:
+            deferred = split_bytes(graph, first, stop, choice, cost)
+            found += [deferred, split.inputs_bytes, split.weights_bytes]
+        elif self.profile.splits_backward:
+            found += [np.nan] * 3
+        found += [cost.update_bytes, cost.optimizer_bytes, cost.summarize_bytes, cost.summary_bytes]
+        return np.array(found, np.float64)
 
     def _measured_table(
         self,
@@ -108,16 +98,11 @@ class ComponentTables:
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
+            resume = ". Run capture profile again: it resumes and names what fails."
+            said = f":\n{failed}" if failed else resume
             raise ProfileError.of(
-                (
-                    f"the profile lacks {StageConfig(first, stop, choice, microbatch_size)}, which "
-                    "predictions are built from"
-                )
-                + (
-                    f":\n{failed}"
-                    if failed
-                    else ". Run capture profile again: it resumes and names what fails."
-                ),
+                f"the profile lacks {StageConfig(first, stop, choice, microbatch_size)}, which "
+                f"predictions are built from{said}",
                 "profile-missing",
             ) from None
         if self.profile.is_lower_bound:
@@ -437,16 +422,9 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
 
 
 def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:
-    (tensor_parallel, replicas), known = (
-        split,
-        sorted(tp for tp, shared in param_bytes if shared == 1),
-    )
-    whole, most = (
-        np.array(param_bytes[known[0], 1], np.float64),
-        np.array(param_bytes[known[-1], 1], np.float64),
-    )
+    known = sorted(tp for tp, shared in param_bytes if shared == 1)
+    whole, most = (np.array(param_bytes[tp, 1], np.float64) for tp in (known[0], known[-1]))
     # A parameter that is split at the largest known degree is split at this one too, and nearly all
     # are even over replicas.
-    return np.ceil(
-        np.where(most < whole, whole * known[0] / tensor_parallel, whole) / replicas
-    ).astype(np.int64)
+    part = np.where(most < whole, whole * known[0] / split[0], whole)
+    return np.ceil(part / split[1]).astype(np.int64)

@@ -269,10 +269,8 @@ class CompileBackend:
         splits = self.sharding(size).layer_splits(choice.tensor_parallel)
         if not any(split for _, split in splits[config.first : config.stop]):
             return []
-        graph, layers = (
-            self.sharding(size).graph([choice]),
-            self.traced(size).slice(config.first, config.stop),
-        )
+        graph = self.sharding(size).graph([choice])
+        layers = self.traced(size).slice(config.first, config.stop)
         values = (*layers.inputs, *layers.outputs)
         return [SEQUENCE_VERSION, [graph.value_dim(v, choice.value_split) for v in values]]
 
@@ -431,18 +429,14 @@ def _params_split(choice: StageChoice) -> list[str]:
 def _arriving(graph: LayerGraph, config: StageConfig) -> list[list[int]]:
     """Return, for keys, which of the stage's parameters get gradients from later stages; empty
     where none do. A sum over several stages takes no more room in the program than one over two."""
-    owned, shared = (
-        owned_and_borrowed(graph, config.first, config.stop)[0],
-        shared_onwards(graph, config.first, config.stop),
-    )
+    owned, _ = owned_and_borrowed(graph, config.first, config.stop)
+    shared = shared_onwards(graph, config.first, config.stop)
     return [[owned.index(p) for p in shared]] if shared else []
 
 
 def _of_update(config: StageConfig) -> StageConfig:
     """Return a stage config with the same end of a step, equal for all numbers of replicas unless
     these share the optimizer's state."""
-    return (
-        config
-        if config.choice.shard_optimizer
-        else replace(config, choice=replace(config.choice, data_parallel=1, remat="none"))
-    )
+    if config.choice.shard_optimizer:
+        return config
+    return replace(config, choice=replace(config.choice, data_parallel=1, remat="none"))

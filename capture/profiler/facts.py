@@ -43,7 +43,6 @@ from capture.profiler.compile import CompileBackend
 from capture.profiler.lines import Line, lines_of
 from capture.profiler.other_splits import (
     gathering_again,
-    keeping,
     of_split_params,
     put_together,
     sending,
@@ -471,14 +470,14 @@ class LayerFacts:
         graph, degree = self.graph_at(size), choice.tensor_parallel
         kept = ceil(kept_bytes(graph, *window, one, whole.least) / degree)
         least = replace(
-            keeping(plain.least, kept),
+            plain.least.keeping(kept),
             forward_bytes=min(plain.least.forward_bytes, whole.least.forward_bytes // degree),
             backward_bytes=min(plain.least.backward_bytes, whole.least.backward_bytes // degree),
             forward_work=along_sequence(plain.least.forward_work, degree),
             backward_work=along_sequence(plain.least.backward_work, degree),
         )
         most = replace(
-            keeping(plain.most, kept), backward_work=gathering_again(plain.most.backward_work)
+            plain.most.keeping(kept), backward_work=gathering_again(plain.most.backward_work)
         )
         common = max(plain.common_bytes, ceil(whole.common_bytes / degree))
         return replace(plain, least=least, most=most, common_bytes=common)

@@ -10,11 +10,6 @@ from capture.plan.choices import StageChoice
 from capture.runtime import least_traffic
 
 
-def keeping(cost: StageCost, nbytes: int) -> StageCost:
-    """Return a cost that keeps ``nbytes`` for the backward pass, all named residuals."""
-    return replace(cost, residual_bytes=nbytes, kept_inputs=(), kept_outputs=(), kept_batch=())
-
-
 def of_split_params(bounds: StageBounds, choice: StageChoice) -> StageBounds:
     """Return the bounds of a stage whose parameters are split over replicas, which may also split
     what these have in common; the same for any number of replicas."""

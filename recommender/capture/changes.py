@@ -125,11 +125,8 @@ def cheapest_change(
     )
     profile = None if knowledge is None else knowledge.profile
     for change in _changes(asked, num_layers, profile, measuring):
-        least = (
-            None
-            if measuring is None
-            else measuring.least_state(change.question.cluster, **change.asks)
-        )
+        cluster = change.question.cluster
+        least = None if measuring is None else measuring.least_state(cluster, **change.asks)
         if least is not None and least > limit:
             continue
         if knowledge is None:
@@ -138,7 +135,7 @@ def cheapest_change(
             return FittingChange(change.text, None, least_state_bytes=least)
         # A stage on several of the added nodes may take more devices than this process was prepared
         # for.
-        can_compile = change.question.cluster == asked.cluster or not asked.space.whole_nodes
+        can_compile = cluster == asked.cluster or not asked.space.whole_nodes
         known = replace(knowledge, compiled=knowledge.compiled if can_compile else None)
         if change.asks:
             assert measuring is not None, "such changes are left out without it"
@@ -170,15 +167,7 @@ def _least_peak(profile: Profile, change: Change) -> int:
                 optimizer_bytes=cost.optimizer_bytes // config.choice.data_parallel,
                 update_bytes=0,
             )
-        nothing: dict[str, Any] = {
-            "residual_bytes": 0,
-            "forward_bytes": 0,
-            "backward_bytes": 0,
-            "kept_inputs": (),
-            "kept_outputs": (),
-            "kept_batch": (),
-        }
-        return replace(cost, **nothing)
+        return replace(cost.keeping(0), forward_bytes=0, backward_bytes=0)
 
     costs = {config: at_best(config, cost) for config, cost in profile.measurements.items()}
     problem = search_problem(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,14 +26,14 @@ from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
-from capture.plan.why import Front, FrontPoint
+from capture.plan.why import Front
 from capture.predictor.alike import Kinds
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.minmax import least_peak
 from recommender.capture.pareto import pareto, undominated
 from recommender.capture.posed import plan_of
 from recommender.capture.problem import SearchProblem
-from recommender.capture.result import PlacedStage, SearchResult, placed
+from recommender.capture.result import PlacedStage, Proposal, SearchResult, placed
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
@@ -42,25 +42,6 @@ from recommender.question import PlanQuestion
 MOST_TASKS = 500_000
 #: From one tighter limit to the next.
 LIMITS_RATIO = 2**0.5
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan that a closed form proposes.
-
-    Attributes:
-        result: Its ``step_seconds`` are counted; ``optimal`` and ``bound_fraction`` are of the
-            closed form without transfers.
-        plan: Its stages on their devices.
-    """
-
-    result: SearchResult
-    plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        assert self.result.step_seconds is not None, "counted"
-        return self.result.step_seconds
 
 
 def _order(proposal: Proposal) -> tuple[float, int]:
@@ -109,7 +90,7 @@ class CountedSearch:
     def _tighter_limits(self, peak_bytes: int) -> Iterator[int]:
         """Yield limits below a peak, from the least one on. They do not depend on the limit, so
         that a plan that is found at one of them is found at every larger limit."""
-        limit = max(stage.peak_bytes for stage in least_peak(self._problem)[0])
+        limit = least_peak(self._problem)
         while 0 < limit < peak_bytes:
             yield limit
             limit = int(limit * LIMITS_RATIO) + 1
@@ -134,17 +115,11 @@ class CountedSearch:
                 below = [p for p in plain.points if p.peak_bytes <= point.peak_bytes]
                 proposed += [self._bounded(point, below[-1])] if below else []
         left = undominated(proposed, lambda one: (one.result.peak_bytes, one.seconds))
-        points = tuple(
-            FrontPoint(
-                one.result.peak_bytes, one.seconds, one.result.bound_fraction, one.plan.stages
-            )
-            for one in left
-        )
         same = [one.plan.stages for one in left] == [
             self._planned(point.stages).stages for point in plain.points
         ]
         front = Front(
-            points,
+            tuple(one.point for one in left),
             plain.complete and same,
             self._question.microbatch_size not in self._profile.microbatch_sizes,
             time.perf_counter() - start,
@@ -176,13 +151,8 @@ class CountedSearch:
                 if num_left <= 0:
                     return best
                 num_left -= 1
-                peaks = [peak for s in stages for peak in [s.peak_bytes] * s.num_devices]
-                result = replace(
-                    best.result,
-                    stages=stages,
-                    peak_bytes=max(peaks),
-                    peak_bytes_per_device=tuple(peaks),
-                )
+                peaks = tuple(s.peak_bytes for s in stages for _ in s.devices)
+                result = replace(best.result, stages=stages, peak_bytes_per_device=peaks)
                 one = self._bounded(result, closed)
                 if one.seconds < (moved or best).seconds:
                     moved = one

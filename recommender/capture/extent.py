@@ -43,13 +43,9 @@ class Attempt:
     @property
     def rests_on(self) -> str:
         """The origin of the peak, in words: compiled, extrapolated or predicted."""
-        return (
-            "compiled"
-            if self.result.compiled
-            else "extrapolated, not compiled"
-            if self.result.extrapolated
-            else "predicted, not compiled"
-        )
+        if self.result.compiled:
+            return "compiled"
+        return f"{'extrapolated' if self.result.extrapolated else 'predicted'}, not compiled"
 
     def to_json(self) -> dict[str, Any]:
         asked = self.question
@@ -132,11 +128,7 @@ def front_of(attempts: Sequence[Attempt]) -> Front | None:
 
 def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
     result = attempt.result
-    seconds = (
-        result.proof.step_seconds
-        if result.status == "ok" and result.proof.step_seconds is not None
-        else 0.0
-    )
+    seconds = (result.proof.step_seconds or 0.0) if result.status == "ok" else 0.0
     return result.status != "ok", result.plan is None, seconds, result.peak_bytes
 
 

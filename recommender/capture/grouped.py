@@ -29,9 +29,9 @@ from recommender.capture.lowest_peak import expected, least_in_groups
 from recommender.capture.parts import Found, OpenPart, posed
 from recommender.capture.posed import stage_choices
 from recommender.capture.problem import SearchProblem
-from recommender.capture.result import PlacedStage
+from recommender.capture.result import PlacedStage, Proposal
 from recommender.capture.table_space import StageRows, step_of_equal_stages
-from recommender.capture.tables import TablePlan, TableSearch, several_groups
+from recommender.capture.tables import TableSearch, several_groups
 from recommender.question import PlanQuestion
 
 #: The part of a backward pass that computes gradients of weights: what is recomputed, element by
@@ -190,14 +190,13 @@ def _tables(part: OpenPart, ratios: tuple[float, ...]) -> TableSearch:
     return TableSearch(most, part.question, rows.steps, choices, rows)
 
 
-def _found(part: OpenPart, found: TablePlan | None) -> Sequence[Found]:
+def _found(part: OpenPart, found: Proposal | None) -> Sequence[Found]:
     """Return the plan, which begins once its first stage is fed."""
     if found is None:
         return []
     first, graph = found.plan.stages[0], part.known.graph_at(part.size)
     fed = fed_seconds(graph, part.question.cluster, first.choice)[first.stop]
-    assert found.result.step_seconds is not None, "its tables have times"
-    result = replace(found.result, step_seconds=found.result.step_seconds + float(fed))
+    result = replace(found.result, step_seconds=found.seconds + float(fed))
     return [Found(part, expected(part, result, found.plan))]
 
 

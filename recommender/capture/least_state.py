@@ -119,8 +119,7 @@ def beyond_memory(result: SearchResult) -> StageAnswer:
     assert result.why is not None, "it is infeasible"
     limit = result.why.memory_limit_bytes
     if not result.stages:  # whatever the memory
-        why = Why(result.why.message, code=result.why.code, memory_limit_bytes=limit)
-        return Answer("infeasible", None, result, why)
+        return Answer("infeasible", None, result, result.why)
     stage = max(result.stages, key=lambda stage: stage.peak_bytes)
     why = Why(
         f"Every plan needs at least {result.peak_bytes:,} bytes on a device for parameters, "

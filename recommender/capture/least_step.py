@@ -96,7 +96,7 @@ class LeastStep:
         seconds, low = self.within(top)
         if seconds == np.inf:
             return ()
-        least = max(stage.peak_bytes for stage in least_peak(self._problem)[0])
+        least = least_peak(self._problem)
         # Ranges of limits, (first, last, seconds), ascending; between two of them it is not known.
         ranges = [(least, least, self.within(least)[0])] if least < low else []
         ranges.append((low, top, seconds))

@@ -29,7 +29,7 @@ from itertools import product
 
 import numpy as np
 
-from recommender.capture.minmax import suffix_floor
+from recommender.capture.minmax import least_largest
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.reach import rows_behind, spans_of
 from recommender.capture.result import PlacedStage, placed
@@ -296,13 +296,6 @@ class LeastSum:
         return TimedPlan(
             tuple(stages), self.ticks.step(times, updates), least_sum, max(times), max(updates)
         )
-
-
-def least_largest(problem: SearchProblem, tables: Tables) -> int:
-    """Return the least that the largest value of a plan's stages can be, from (S,) values per
-    degree; ``NEVER`` without a plan."""
-    values = {d: problem.spread(table) for d, table in tables.items()}
-    return int(suffix_floor(problem, values)[0, 0])
 
 
 def one_more(states: np.ndarray, rows: slice, least: np.ndarray) -> None:

@@ -25,10 +25,10 @@ from recommender.capture.recommendation import (
     recommend,
 )
 from recommender.capture.refine import Look, Policy, Probe, Search
-from recommender.capture.result import SearchResult
+from recommender.capture.result import Proposal, SearchResult
 from recommender.capture.search import search as search_plan
 from recommender.capture.searched import searched
-from recommender.capture.tables import TablePlan, TableSearch, several_groups
+from recommender.capture.tables import TableSearch, several_groups
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
 #: How far the best compiled plan is above the lower bound where bounds say little.
@@ -171,7 +171,7 @@ def compiled(search: Search, proof: str, questions: Sequence[PlanQuestion]) -> s
 def expected(part: OpenPart, result: SearchResult, plan: Plan | None = None) -> StageAnswer:
     """Return a plan with what it is expected to need at most, as an answer."""
     if not result.stages:
-        why = Why("" if result.why is None else result.why.message, code="memory-limit")
+        why = Why("" if result.why is None else result.why.summary, code="memory-limit")
         return Answer("infeasible", None, result, why)
     plan = plan_of(part.known, part.question, result.stages) if plan is None else plan
     if part.has_offload and result.step_seconds is not None:
@@ -200,7 +200,6 @@ def answer(search: Search, best: Found, why: Why, within: float | None) -> Stage
         found.proof,
         algorithm=BOUNDS_FIRST,
         optimal=found.compiled and within == 0,
-        tie_break="none",
         tie_break_columns=0,
         seconds=search.seconds,
         bound_fraction=within or 0.0,
@@ -255,7 +254,7 @@ def open_others(search: Search, found: Found) -> bool:
     return bool(numbers)
 
 
-def least_in_groups(part: OpenPart) -> TablePlan | None:
+def least_in_groups(part: OpenPart) -> Proposal | None:
     """Return the plan of a part whose schedule is not plain that is expected to need least at
     most; None if there are no groups."""
     most, question = part.most, part.question

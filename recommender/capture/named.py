@@ -412,8 +412,7 @@ def _least_expected(part: OpenPart) -> int:
     if not part.is_plain:
         found = part.once(least_in_groups)
         return found.result.peak_bytes if found else 1 << 62
-    stages, _, _ = least_peak(likely(part))
-    return max(stage.peak_bytes for stage in stages) if stages else 1 << 62
+    return least_peak(likely(part))
 
 
 def _within(part: OpenPart, limit: int, known: Ratios, enough: float = inf) -> Sequence[Found]:

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from capture.plan.why import Why
 from recommender.capture.least_sum import TimedPlan
 from recommender.capture.minmax import least_peak
 from recommender.capture.problem import SearchProblem
-from recommender.capture.result import Infeasible, SearchResult
+from recommender.capture.result import SearchResult
 from recommender.capture.throughput import Fastest
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class TimedFront:
     optimal: bool
     num_searches: int
     seconds: float
-    why: Infeasible | None = None
+    why: Why | None = None
 
 
 def pareto(
@@ -106,12 +107,8 @@ class _TimedPoint:
 
 class _FrontSearch:
     def __init__(self, fastest: Fastest, max_searches: int):
-        self.fastest, self.max_searches, self.num_searches, self.complete = (
-            fastest,
-            max_searches,
-            0,
-            True,
-        )
+        self.fastest, self.max_searches = fastest, max_searches
+        self.num_searches, self.complete = 0, True
         self.points: list[_TimedPoint] = []  # by ascending peak
 
     def run(self) -> None:
@@ -121,7 +118,7 @@ class _FrontSearch:
         if top is None:
             return
         self.points = [_TimedPoint(top, fastest.limit, lower)]
-        least = max(stage.peak_bytes for stage in least_peak(fastest.problem)[0])
+        least = least_peak(fastest.problem)
         if least < top.peak_bytes:
             self.num_searches += 1
             bottom, lower = fastest.within(least, at_least=lower)
@@ -143,13 +140,7 @@ class _FrontSearch:
     def _look(self, limit: int) -> None:
         """Search for the fastest plan within a limit that no point covers yet: it becomes a new
         point, or more of the gap above the point below it is covered."""
-        i = (
-            next(
-                (i for i, point in enumerate(self.points) if point.plan.peak_bytes > limit),
-                len(self.points),
-            )
-            - 1
-        )
+        i = sum(point.plan.peak_bytes <= limit for point in self.points) - 1
         if i < 0 or i + 1 == len(self.points) or limit <= self.points[i].limit:
             return
         below, above = self.points[i], self.points[i + 1]

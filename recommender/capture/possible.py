@@ -80,14 +80,6 @@ def _bounded(
     part: OpenPart, problem: SearchProblem, seconds: float, stages: Sequence[PlacedStage]
 ) -> Found:
     """Return a plan with the bound of its step."""
-    result = placed_plan(
-        problem,
-        tuple(stages),
-        algorithm="throughput",
-        optimal=False,
-        tie_break="none",
-        tie_break_columns=0,
-        num_explored=0,
-    )
+    result = placed_plan(problem, tuple(stages), "throughput", optimal=False)
     plan = plan_of(part.known, part.question, stages)
     return Found(part, Answer("ok", plan, replace(result, step_seconds=seconds), Why()))

@@ -222,20 +222,6 @@ class SearchProblem:
         """The memory limit of a device; without one, the most that a possible stage may need."""
         return NEVER - 1 if self.memory_limit_bytes is None else self.memory_limit_bytes
 
-    def floor(self, d: int) -> np.ndarray:
-        """Return the least bytes of a stage on d devices over choices and positions, (L, L + 1);
-        ``NEVER`` on and below the diagonal."""
-        floor = np.where(self.empty, NEVER, np.minimum(self.cost[d].min(axis=(0, 1)), NEVER))
-        return self.spread(floor)
-
-    def least_rows(self, d: int, first: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Return the least bytes over choices of stages on d devices, for n layer ranges, (n, K).
-
-        Exact for peaks, because every choice occupies the same d devices; the choice is read back
-        by ``choose``.
-        """
-        return self.cost[d].min(axis=0)[:, self.kinds[first, stop]].T
-
     def bytes_per_choice(self, d: int, j: int, first: int, stop: int) -> np.ndarray:
         """Return the bytes of one stage with j stages to the end, (num_choices,)."""
         return self.cost[d][:, min(j, self.num_positions) - 1, self.kinds[first, stop]]

@@ -11,7 +11,7 @@ from capture.errors import PlanError
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.stages import Plan
-from capture.plan.why import Front, FrontPoint, Why
+from capture.plan.why import Front, Why
 from capture.predictor import AdditivePredictor, Prediction
 from capture.predictor.step_time import CountedSteps
 from capture.quantities import counted
@@ -66,7 +66,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         of_least = _searched(least, profile, question)
         result, plan = _between((result, plan), of_least, profile, question.limit_bytes)
     if plan is None:
-        return Answer("infeasible", None, result, _infeasible(result))
+        return _none(result)
     front = None
     if with_times:
         counted = CountedSearch(profile, question, problem)
@@ -75,10 +75,8 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
             proposal, front = counted.front(proposal)
         result, plan = proposal.result, proposal.plan
     prediction = predict_plan(profile, plan)
-    why = (
-        _infeasible(result)
-        if result.status == "infeasible"
-        else _why(result, prediction, question, profile, len({*chain(*problem.choices.values())}))
+    why = result.why or _why(
+        result, prediction, question, profile, len({*chain(*problem.choices.values())})
     )
     why = replace(why, front=front)
     plan = plan.with_(prediction=prediction, why=why)
@@ -100,15 +98,11 @@ def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -
     search = TableSearch(profile, question, steps)
     found = search.least_peak() if objective == "memory" else search.fastest(question.limit_bytes)
     if found is None:
-        result = nothing_fits(question, profile.graph.num_layers)
-        return Answer("infeasible", None, result, _infeasible(result))
+        return _none(nothing_fits(question, profile.graph.num_layers))
     result, plan = found.result, found.plan
     prediction = plan.prediction
     assert prediction is not None, "every plan of the search is predicted"
-    if result.status == "infeasible":
-        why = _infeasible(result)
-    else:
-        why = _why(result, prediction, question, profile, len(search.choices))
+    why = result.why or _why(result, prediction, question, profile, len(search.choices))
     if objective == "pareto":
         why = replace(why, front=_front_of_table(search, question, profile))
     plan = plan.with_(why=why)
@@ -117,13 +111,14 @@ def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -
 
 def _front_of_table(search: TableSearch, question: PlanQuestion, profile: Profile) -> Front:
     start = time.perf_counter()
-    points = tuple(
-        FrontPoint(point.result.peak_bytes, point.result.step_seconds, 0.0, point.plan.stages)
-        for point in search.front()
-        if point.result.step_seconds is not None
-    )
+    points = tuple(found.point for found in search.front())
     extrapolated = question.microbatch_size not in profile.microbatch_sizes
     return Front(points, False, extrapolated, time.perf_counter() - start)
+
+
+def _none(result: SearchResult) -> StageAnswer:
+    assert result.why is not None, "an infeasible result says why"
+    return Answer("infeasible", None, result, result.why)
 
 
 def depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:
@@ -170,9 +165,7 @@ def _between(
         return replace(result, optimal=False), plan
     result, plan = (result, plan) if peaks[0] <= peaks[1] else (bound, other)
     optimal = bound.optimal and min(peaks)[0] <= bound.peak_bytes
-    return replace(
-        result, status="ok", why=None, optimal=optimal, tie_break="none", tie_break_columns=0
-    ), plan
+    return replace(result, status="ok", why=None, optimal=optimal, tie_break_columns=0), plan
 
 
 def predict_plan(profile: Profile, plan: Plan) -> Prediction:
@@ -229,16 +222,4 @@ def _why(
         bottleneck_stage=stage_id,
         bottleneck_category=largest,
         num_choices=num_choices,
-    )
-
-
-def _infeasible(result: SearchResult) -> Why:
-    why = result.why
-    assert why is not None, "an infeasible result says why"
-    return Why(
-        why.message,
-        code=why.code,
-        memory_limit_bytes=why.memory_limit_bytes,
-        least_peak_bytes=why.least_peak_bytes,
-        stage_id=why.stage_id,
     )

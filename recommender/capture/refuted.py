@@ -83,8 +83,7 @@ def without_bounds(profile: Profile, parts: Collection[str]) -> Profile:
 
 def _without(cost: StageCost, parts: Collection[str]) -> StageCost:
     changes: dict[str, Any] = {field: 0 for p, field in _FIELDS.items() if p in parts}
-    if "kept" in parts:
-        changes |= {"kept_inputs": (), "kept_outputs": (), "kept_batch": ()}
+    cost = cost.keeping(0) if "kept" in parts else cost
     if "seconds" in parts:
         for name in ("forward_work", "backward_work", "update_work"):
             work = getattr(cost, name)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from capture.documents import fields_of
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+from capture.plan.why import FrontPoint, Why
 from recommender.capture.problem import SearchProblem
 
 TieBreak = Literal["full", "partial", "none"]
@@ -16,31 +18,13 @@ TieBreak = Literal["full", "partial", "none"]
 
 @dataclass(frozen=True)
 class PlacedStage(Stage):
-    """A stage, with what each of its devices needs."""
-
-    peak_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Infeasible:
-    """The reason why no plan fits, and the cheapest change that a search can name.
+    """A stage, with what each of its devices needs.
 
     Attributes:
-        code: ``devices-unfillable``, ``too-few-layers``, ``no-possible-stage``, ``memory-limit``,
-            or ``search-stopped`` (not proven).
-        message: What is missing and what to change.
-        memory_limit_bytes: The limit of the problem, if any.
-        least_peak_bytes: The least limit that fits; None where no limit helps.
-        stage_id: The stage of the least-peak plan that needs it.
-        stage: That stage.
+        peak_bytes: Bytes of each of its devices.
     """
 
-    code: str
-    message: str
-    memory_limit_bytes: int | None = None
-    least_peak_bytes: int | None = None
-    stage_id: int | None = None
-    stage: PlacedStage | None = None
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,17 +36,13 @@ class SearchResult:
             says more.
         stages: In pipeline order; the least-peak plan too where only the memory limit is missed, ()
             where no plan exists.
-        peak_bytes: Largest of ``peak_bytes_per_device``; 0 without a plan.
         peak_bytes_per_device: In device order.
         algorithm: Name of the answer.
         optimal: Whether what was minimised, the peak or the step time, is proven to be the least
             possible.
-        tie_break: How far plans of the same peak were compared: ``full`` (the sorted per-device
-            bytes are the lexicographically least), ``partial`` (only the ``tie_break_columns``
-            largest of them) or ``none``.
-        tie_break_columns: Number of largest per-device values proven lexicographically least.
-        seconds: Wall time of the search.
         num_explored: Stage placements that were looked at.
+        tie_break_columns: Number of largest per-device values proven lexicographically least.
+        seconds: Wall time of the search; ``search`` fills it in.
         why: Set exactly if infeasible.
         step_seconds: Time of a step, where the search was for speed and a plan was found: of a
             problem by its closed form, in an answer with transfers
@@ -72,15 +52,13 @@ class SearchResult:
 
     status: Literal["ok", "infeasible"]
     stages: tuple[PlacedStage, ...]
-    peak_bytes: int
     peak_bytes_per_device: tuple[int, ...]
     algorithm: str
     optimal: bool
-    tie_break: TieBreak
-    tie_break_columns: int
-    seconds: float
-    num_explored: int
-    why: Infeasible | None = None
+    num_explored: int = 0
+    tie_break_columns: int = 0
+    seconds: float = 0.0
+    why: Why | None = None
     step_seconds: float | None = None
     bound_fraction: float = 0.0
 
@@ -89,9 +67,48 @@ class SearchResult:
         return fields_of(self, *names, "num_explored", "step_seconds", "bound_fraction")
 
     @property
+    def peak_bytes(self) -> int:
+        """The largest of ``peak_bytes_per_device``; 0 without a plan."""
+        return max(self.peak_bytes_per_device, default=0)
+
+    @property
+    def tie_break(self) -> TieBreak:
+        """How far plans of the same peak were compared: ``full`` (the sorted per-device bytes are
+        the lexicographically least), ``partial`` (only the ``tie_break_columns`` largest of them)
+        or ``none``."""
+        if not self.tie_break_columns:
+            return "none"
+        return "full" if self.tie_break_columns == len(self.peak_bytes_per_device) else "partial"
+
+    @property
     def sorted_peaks(self) -> tuple[int, ...]:
         """The bytes per device, largest first: what the tie-break compares."""
         return tuple(sorted(self.peak_bytes_per_device, reverse=True))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that a search proposes, with its result.
+
+    Attributes:
+        result: Of a plain schedule, ``optimal`` and ``bound_fraction`` are of the closed form
+            without transfers; ``step_seconds`` are counted, if it was searched for speed.
+        plan: The stages on their devices.
+    """
+
+    result: SearchResult
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        assert self.result.step_seconds is not None, "times are known"
+        return self.result.step_seconds
+
+    @property
+    def point(self) -> FrontPoint:
+        """The plan as a point of a front."""
+        result = self.result
+        return FrontPoint(result.peak_bytes, self.seconds, result.bound_fraction, self.plan.stages)
 
 
 def placed(device: int, first: int, stop: int, choice: StageChoice, peak_bytes: int) -> PlacedStage:
@@ -113,28 +130,15 @@ def place(problem: SearchProblem, cuts: Iterable[tuple[int, int, int]]) -> tuple
 def found(
     problem: SearchProblem,
     stages: tuple[PlacedStage, ...],
-    *,
     algorithm: str,
+    *,
     optimal: bool,
-    tie_break: TieBreak,
-    tie_break_columns: int,
-    num_explored: int,
+    num_explored: int = 0,
+    tie_break_columns: int = 0,
 ) -> SearchResult:
-    """Return the result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit.
-    ``search`` fills in the seconds."""
+    """Return the result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit."""
     peaks = tuple(stage.peak_bytes for stage in stages for _ in stage.devices)
-    result = SearchResult(
-        "ok",
-        stages,
-        max(peaks),
-        peaks,
-        algorithm,
-        optimal,
-        tie_break,
-        tie_break_columns,
-        seconds=0.0,
-        num_explored=num_explored,
-    )
+    result = SearchResult("ok", stages, peaks, algorithm, optimal, num_explored, tie_break_columns)
     return within_limit(result, problem.memory_limit_bytes)
 
 
@@ -148,8 +152,7 @@ def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
     least = (
         "The lowest peak memory of any plan is" if result.optimal else "The best plan found needs"
     )
-    why = Infeasible(
-        "memory-limit",
+    why = Why(
         f"{least} {result.peak_bytes:,} bytes, {result.peak_bytes - limit:,} above "
         f"memory_limit_bytes={limit:,}: stage_id={stage_id} "
         f"(layers {stage.first} to {stage.stop - 1} on devices {stage.devices[0]} to "
@@ -159,10 +162,10 @@ def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
         f"Raise the limit to {result.peak_bytes:,} bytes, or use more devices, more micro-batches "
         "of a smaller size, or rematerialisation. "
         "[memory-limit]",
-        limit,
-        result.peak_bytes,
-        stage_id,
-        stage,
+        code="memory-limit",
+        memory_limit_bytes=limit,
+        least_peak_bytes=result.peak_bytes,
+        stage_id=stage_id,
     )
     return replace(result, status="infeasible", why=why)
 
@@ -170,8 +173,9 @@ def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
 def nothing_found(
     problem: SearchProblem, *, algorithm: str, num_explored: int, proven: bool = True
 ) -> SearchResult:
-    """Return the result where no plan exists whatever the memory limit, with the reason. ``search``
-    fills in the seconds."""
+    """Return the result where no plan exists whatever the memory limit, with the reason, under a
+    code: ``devices-unfillable``, ``too-few-layers``, ``no-possible-stage``, or ``search-stopped``
+    (not proven)."""
     fewest, devices = problem.fewest_stages[0], problem.cluster.num_devices
     if fewest > devices:
         code = "devices-unfillable"
@@ -200,17 +204,5 @@ def nothing_found(
             "The search stopped at its limit of explored placements before it met a plan; raise "
             "the limit.",
         )
-    why = Infeasible(code, f"{text} [{code}]", problem.memory_limit_bytes)
-    return SearchResult(
-        "infeasible",
-        (),
-        0,
-        (),
-        algorithm,
-        proven,
-        "none",
-        0,
-        seconds=0.0,
-        num_explored=num_explored,
-        why=why,
-    )
+    why = Why(f"{text} [{code}]", code=code, memory_limit_bytes=problem.memory_limit_bytes)
+    return SearchResult("infeasible", (), (), algorithm, proven, num_explored, why=why)

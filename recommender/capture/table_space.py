@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, reduce
 from itertools import combinations, pairwise
-from math import comb
+from math import comb, inf
 from typing import Any
 
 import numpy as np
@@ -263,18 +263,8 @@ class TableSpace:
     def improved(self, cuts: Cuts, key: Callable[[Cuts], tuple[float, ...]]) -> Cuts:
         """Move borders, from cuts and from those that balance seconds, while that lowers a key that
         is slow to compute, until about ``MOST_TIMED`` cuts are looked at."""
-        seen: dict[Cuts, tuple[float, ...]] = {}
         most = min(MOST_TIMED, _MOST_TASKS // self._table_times.num_tasks)
-        for start in (cuts, *self.starts):
-            best = start
-            seen.setdefault(best, key(best))
-            while len(seen) < most:
-                seen |= {moved: key(moved) for moved in _moved(best) if moved not in seen}
-                better = min(_moved(best), key=lambda moved: seen[moved])
-                if seen[better] >= seen[best]:
-                    break
-                best = better
-        return min(seen, key=lambda one: seen[one])
+        return _climbed((cuts, *self.starts), key, most)[0]
 
     @property
     def is_small(self) -> bool:
@@ -291,17 +281,8 @@ class TableSpace:
                 for borders in combinations(range(1, num_layers), num_stages - 1)
             ]
             return min(every, key=key), True, len(every)
-        seen: dict[Cuts, tuple[float, ...]] = {}
-
-        def value(cuts: Cuts) -> tuple[float, ...]:
-            if cuts not in seen:
-                seen[cuts] = key(cuts)
-            return seen[cuts]
-
-        for cuts in self.starts:
-            while (better := min(_moved(cuts), key=value)) and value(better) < value(cuts):
-                cuts = better
-        return min(seen, key=lambda cuts: seen[cuts]), False, len(seen)
+        best, num_seen = _climbed(self.starts, key)
+        return best, False, num_seen
 
     @cached_property
     def starts(self) -> Sequence[Cuts]:
@@ -399,6 +380,23 @@ def balanced(weights: np.ndarray, num_stages: int) -> Cuts:
         wanted = total[-1] * s / num_stages
         cuts.append(first + int(np.abs(total[first : last + 1] - wanted).argmin()))
     return (*cuts, num_layers)
+
+
+def _climbed(
+    starts: Sequence[Cuts], key: Callable[[Cuts], tuple[float, ...]], most: float = inf
+) -> tuple[Cuts, int]:
+    """Return the cuts of the least key and how many were looked at: from each start, borders are
+    moved as long as that lowers the key, until about ``most`` cuts are looked at."""
+    seen: dict[Cuts, tuple[float, ...]] = {}
+    for best in starts:
+        seen.setdefault(best, key(best))
+        while len(seen) < most:
+            seen |= {moved: key(moved) for moved in _moved(best) if moved not in seen}
+            better = min(_moved(best), key=seen.__getitem__)
+            if seen[better] >= seen[best]:
+                break
+            best = better
+    return min(seen, key=seen.__getitem__), len(seen)
 
 
 def _moved(cuts: Cuts) -> list[Cuts]:

@@ -22,14 +22,13 @@ from math import inf
 
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, by_degree
-from capture.plan.prediction import Prediction
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan
+from capture.plan.why import Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import CountedSteps
 from recommender.capture.pareto import undominated
 from recommender.capture.posed import plan_of, stage_choices
-from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
+from recommender.capture.result import PlacedStage, Proposal, SearchResult, within_limit
 from recommender.capture.table_space import Cuts, StageRows, TableSpace
 from recommender.question import PlanQuestion
 
@@ -37,19 +36,6 @@ from recommender.question import PlanQuestion
 _GAIN = 1.25
 #: Memory limits at which a front is looked for, its two ends included.
 NUM_FRONT_LIMITS = 8
-
-
-@dataclass(frozen=True)
-class TablePlan:
-    """A plan of the space, with what is predicted of it.
-
-    Attributes:
-        plan: With its prediction.
-        result: As a search says it.
-    """
-
-    plan: Plan
-    result: SearchResult
 
 
 @dataclass(frozen=True)
@@ -130,7 +116,7 @@ class TableSearch:
         self._rows.forget_tables()
         return spaces
 
-    def least_peak(self) -> TablePlan | None:
+    def least_peak(self) -> Proposal | None:
         """Find the plan of least peak; of equal ones, that of least peaks of other devices."""
 
         def hoped(space: TableSpace) -> tuple[float, ...]:
@@ -140,12 +126,12 @@ class TableSearch:
             found = space.least(lambda cuts: space.peaks(cuts, 0))
             return _Begun(space, *found, floor=space.peaks(found[0], 0)[:1])
 
-        def end(begun: _Begun) -> TablePlan:
+        def end(begun: _Begun) -> Proposal:
             return self._planned(begun, begun.space.stages(begun.cuts, 0), begun.complete)
 
         return self._best(hoped, begin, end, _peak)
 
-    def fastest(self, limit: int | None, enough: float = inf) -> TablePlan | None:
+    def fastest(self, limit: int | None, enough: float = inf) -> Proposal | None:
         """Find the plan of least step time within a limit; the smallest one where none is. None
         where no plan fits that may be faster than ``enough`` seconds, if its stages are equal
         (``given_up``)."""
@@ -163,8 +149,8 @@ class TableSearch:
             found = space.least(lambda cuts: space.busiest(cuts, limit))
             return _Begun(space, *found, floor=floor(space.busiest(found[0], limit)))
 
-        def rank(found: TablePlan) -> tuple[float, ...]:
-            return _above(found, limit), _seconds(found), found.result.peak_bytes
+        def rank(found: Proposal) -> tuple[float, ...]:
+            return _above(found, limit), found.seconds, found.result.peak_bytes
 
         def is_hopeless(begun: _Begun) -> bool:
             above, seconds = begun.floor
@@ -178,7 +164,7 @@ class TableSearch:
         end = partial(self._improved, limit=limit)
         return self._best(hoped, begin, end, rank, is_hopeless if enough < inf else None)
 
-    def front(self) -> list[TablePlan]:
+    def front(self) -> list[Proposal]:
         """Return a sample of the plans of which none is both smaller and faster than another, with
         both ends; smallest first."""
         top, bottom = self.fastest(self.question.limit_bytes), self.least_peak()
@@ -190,10 +176,10 @@ class TableSearch:
             for i in range(NUM_FRONT_LIMITS - 1)
         ]
         return undominated(
-            [*filter(None, between), top], lambda found: (*_peak(found), _seconds(found))
+            [*filter(None, between), top], lambda found: (*_peak(found), found.seconds)
         )
 
-    def _improved(self, begun: _Begun, limit: int | None, tries: int = 2) -> TablePlan:
+    def _improved(self, begun: _Begun, limit: int | None, tries: int = 2) -> Proposal:
         """Return the fastest plan of one space within a limit; search again under a lower limit
         where the prediction is above it by what the space leaves out."""
         space = begun.space
@@ -210,13 +196,13 @@ class TableSearch:
         self,
         hoped: Callable[[TableSpace], tuple[float, ...]],
         begin: Callable[[TableSpace], _Begun],
-        end: Callable[[_Begun], TablePlan],
-        rank: Callable[[TablePlan], tuple[float, ...]],
+        end: Callable[[_Begun], Proposal],
+        rank: Callable[[Proposal], tuple[float, ...]],
         is_hopeless: Callable[[_Begun], bool] | None = None,
-    ) -> TablePlan | None:
+    ) -> Proposal | None:
         """Return the best plan over all spaces. A space is left out where balanced cuts are far
         above the best plan, and not searched to the end where its floor is above it."""
-        start, best, begun = time.perf_counter(), list[TablePlan](), list[_Begun]()
+        start, best, begun = time.perf_counter(), list[Proposal](), list[_Begun]()
         values = {space: () if space.is_small else hoped(space) for space in self.spaces}
         for space in sorted(values, key=lambda each: values[each]):
             if best and values[space] > rank(best[0]):
@@ -240,13 +226,15 @@ class TableSearch:
 
     def _planned(
         self, begun: _Begun, stages: Sequence[PlacedStage], is_proven: bool = False
-    ) -> TablePlan:
+    ) -> Proposal:
         plan = plan_of(self.profile, self.question, stages)
         prediction = self.predictor.predict(plan)
         seconds = None if self.steps is None else self.steps.seconds(plan)
-        result = _result(stages, prediction, seconds)
-        result = replace(result, optimal=is_proven, num_explored=begun.num_explored)
-        return TablePlan(plan.with_(prediction=prediction), result)
+        peaks, found = prediction.peak_bytes_per_device, zip(stages, prediction.stages, strict=True)
+        placed = tuple(replace(stage, peak_bytes=of.peak_bytes) for stage, of in found)
+        result = SearchResult("ok", placed, peaks, "table", is_proven, begun.num_explored)
+        result = replace(result, step_seconds=seconds)
+        return Proposal(result, plan.with_(prediction=prediction))
 
 
 def group_sizes(question: PlanQuestion, num_layers: int) -> Sequence[int]:
@@ -265,40 +253,12 @@ def group_sizes(question: PlanQuestion, num_layers: int) -> Sequence[int]:
     return found
 
 
-def _result(
-    stages: Sequence[PlacedStage], prediction: Prediction, seconds: float | None
-) -> SearchResult:
-    peaks = prediction.peak_bytes_per_device
-    placed = tuple(
-        replace(stage, peak_bytes=of.peak_bytes)
-        for stage, of in zip(stages, prediction.stages, strict=True)
-    )
-    return SearchResult(
-        "ok",
-        placed,
-        max(peaks),
-        peaks,
-        "table",
-        optimal=False,
-        tie_break="none",
-        tie_break_columns=0,
-        seconds=0.0,
-        num_explored=0,
-        step_seconds=seconds,
-    )
-
-
-def _above(found: TablePlan, limit: int | None) -> int:
+def _above(found: Proposal, limit: int | None) -> int:
     return 0 if limit is None else max(0, found.result.peak_bytes - limit)
 
 
-def _peak(found: TablePlan) -> tuple[float, ...]:
+def _peak(found: Proposal) -> tuple[float, ...]:
     return found.result.sorted_peaks
-
-
-def _seconds(found: TablePlan) -> float:
-    assert found.result.step_seconds is not None, "times are known"
-    return found.result.step_seconds
 
 
 def nothing_fits(question: PlanQuestion, num_layers: int) -> SearchResult:
@@ -311,9 +271,8 @@ def nothing_fits(question: PlanQuestion, num_layers: int) -> SearchResult:
         f"profiled choice makes groups for num_microbatches={question.num_microbatches}. "
         f"{_rules(question)}Give other numbers, or another schedule. [no-possible-groups]"
     )
-    why = Infeasible("no-possible-groups", message, question.limit_bytes)
-    empty = SearchResult("infeasible", (), 0, (), "table", True, "none", 0, 0.0, 0)
-    return replace(empty, why=why)
+    why = Why(message, code="no-possible-groups", memory_limit_bytes=question.limit_bytes)
+    return SearchResult("infeasible", (), (), "table", True, why=why)
 
 
 def _rules(question: PlanQuestion) -> str:

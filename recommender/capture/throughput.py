@@ -29,8 +29,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from recommender.capture.least_sum import Caps, LeastSum, TimedPlan, least_largest
-from recommender.capture.minmax import minmax
+from recommender.capture.least_sum import Caps, LeastSum, TimedPlan
+from recommender.capture.minmax import least_largest, minmax
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import SearchResult, found
 from recommender.capture.ticks import Ticks, step_seconds
@@ -148,16 +148,8 @@ class Fastest:
         # Boxes: (bound, low, high, shortest, longest, least sum); low and high are indices of
         # values, shortest and longest of updates.
         shortest = int(np.searchsorted(updates, self._least_update))
-        boxes = [
-            (
-                at_least,
-                int(np.searchsorted(values, slowest)),
-                len(values) - 1,
-                shortest,
-                len(updates) - 1,
-                0,
-            )
-        ]
+        low = int(np.searchsorted(values, slowest))
+        boxes = [(at_least, low, len(values) - 1, shortest, len(updates) - 1, 0)]
         num_programmes = 0
         while boxes:
             bound, low, high, shortest, longest, least_sum = heapq.heappop(boxes)
@@ -200,14 +192,9 @@ class Fastest:
     def result(self, plan: TimedPlan, lower: int) -> SearchResult:
         """Return a plan as a result, with what is proven about its step time."""
         optimal = lower // self.ticks.unit >= plan.value // self.ticks.unit
+        explored = self.num_explored
         result = found(
-            self.problem,
-            plan.stages,
-            algorithm="throughput",
-            optimal=optimal,
-            tie_break="none",
-            tie_break_columns=0,
-            num_explored=self.num_explored,
+            self.problem, plan.stages, "throughput", optimal=optimal, num_explored=explored
         )
         bound = 0.0 if optimal else plan.value / max(lower, 1) - 1
         return replace(

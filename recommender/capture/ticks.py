@@ -53,16 +53,10 @@ class Ticks:
         num_devices = problem.cluster.num_devices
         stage, update = {}, {}
         for d in problem.used_degrees:
-            end = (
-                np.zeros_like(problem.seconds[d])
-                if problem.update_seconds is None
-                else problem.update_seconds[d]
-            )
-            possible = np.isfinite(problem.seconds[d]) & np.isfinite(end) & ~problem.empty
-            stage[d], update[d] = (
-                np.where(possible, problem.seconds[d], np.inf),
-                np.where(possible, end, 0.0),
-            )
+            own, updates = problem.seconds[d], problem.update_seconds
+            once = np.zeros_like(own) if updates is None else updates[d]
+            stage[d] = np.where(np.isfinite(once) & ~problem.empty, own, np.inf)
+            update[d] = np.where(np.isfinite(stage[d]), once, 0.0)
         longest = max(
             (float(t[np.isfinite(t)].max(initial=0)) for t in stage.values()), default=0.0
         )
@@ -73,18 +67,14 @@ class Ticks:
         num_terms = num_devices + problem.num_microbatches
         upper = (num_terms * longest + longest_update) or 1.0
         per_second = 2.0 ** math.floor(math.log2((_LARGEST_VALUE // unit - num_terms) / upper))
-        whole = {
-            d: np.rint(np.where(np.isfinite(t), t, 0) * per_second).astype(np.int64) * unit + 1
-            for d, t in stage.items()
-        }
+
+        def whole(times: np.ndarray) -> np.ndarray:
+            finite = np.where(np.isfinite(times), times, 0)
+            return np.rint(finite * per_second).astype(np.int64) * unit
+
         return cls(
-            {d: np.where(np.isfinite(stage[d]), t, NEVER) for d, t in whole.items()},
-            {
-                d: np.where(
-                    np.isfinite(stage[d]), np.rint(t * per_second).astype(np.int64) * unit, NEVER
-                )
-                for d, t in update.items()
-            },
+            {d: np.where(np.isfinite(t), whole(t) + 1, NEVER) for d, t in stage.items()},
+            {d: np.where(np.isfinite(stage[d]), whole(t), NEVER) for d, t in update.items()},
             unit,
             problem.num_microbatches - 1,
         )

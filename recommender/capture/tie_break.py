@@ -16,20 +16,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from recommender.capture.problem import NEVER
-from recommender.capture.reach import Ranges, Reach
+from recommender.capture.problem import NEVER, SearchProblem
+from recommender.capture.reach import Stages
 
 
 def fairest_cuts(
-    reach: Reach, live: np.ndarray, peak: int, columns: int
+    problem: SearchProblem, stages: Mapping[int, Stages], live: np.ndarray, columns: int
 ) -> list[tuple[int, int, int]]:
-    """Find the plan of the given least peak whose ``columns`` largest per-device bytes are
-    lexicographically least.
+    """Find the plan of least peak whose ``columns`` largest per-device bytes are lexicographically
+    least.
 
     Args:
-        reach: The reduced cost table of the problem.
-        live: Its states on plans of least peak, as ``reach.live(peak)``.
-        peak: Its least peak, bytes.
+        problem: What is searched.
+        stages, live: What is on plans of least peak, as ``Reach.on_plans`` gives it.
         columns: How many of the largest values to compare.
 
     Returns:
@@ -39,9 +38,7 @@ def fairest_cuts(
     Time O(C K L^2 D log G) at worst; memory O(C K L D) at worst. Only states on a plan of least
     peak are visited.
     """
-    problem, num_devices = reach.problem, len(reach.problem.degrees)
-    num_layers, num_rows = problem.num_layers, problem.num_positions
-    ranges = {d: _within(r, peak) for d, r in reach.ranges.items()}
+    num_devices, num_layers, num_rows = live.shape[0] - 1, live.shape[2] - 1, live.shape[1]
     last_use = _last_use(problem.degrees)
 
     # p -> (states, C), each row descending.
@@ -51,21 +48,19 @@ def fairest_cuts(
     state_ids[num_devices, 0, num_layers] = 0
     picks: dict[int, np.ndarray] = {}  # p -> (states, 3): degree, row, stop
     for p in reversed(range(num_devices)):
-        firsts = np.flatnonzero(live[p, :, :num_layers].any(axis=0))
-        if not len(firsts):
+        if not live[p].any():
             continue
         width, parts, pool, offset = min(columns, num_devices - p), [], [], 0
-        rows_of_first = np.zeros((num_rows, num_layers), bool)
-        rows_of_first[:, firsts] = reach.next_rows(live[p][:, firsts])
         for d in problem.degrees[p]:
             if p + d not in vectors:
                 continue
-            ends = rows_of_first, state_ids[p + d], firsts
-            row, first, stop, own = _candidates(ranges[d], peak, *ends)
-            behind = np.minimum(row + 1, num_rows - 1) * (num_layers + 1) + first
-            state = behind if p else np.zeros_like(row)
-            child = state_ids[p + d, row, stop] + offset
-            parts.append(np.stack([state, own, np.full_like(row, d), child, row, stop]))
+            of = stages[d]
+            goes_on = state_ids[p + d, of.row, of.stop] >= 0
+            of = of.take(live[p, of.state, of.first] & goes_on)
+            state = of.state * (num_layers + 1) + of.first if p else np.zeros_like(of.row)
+            child = state_ids[p + d, of.row, of.stop] + offset
+            copies = np.full_like(of.row, d)
+            parts.append(np.stack([state, of.nbytes, copies, child, of.row, of.stop]))
             after = vectors[p + d]
             wider = ((0, 0), (0, width + 1 - after.shape[1]))
             pool.append(np.pad(after, wider, constant_values=-NEVER))
@@ -95,11 +90,6 @@ def _read_back(
     return cuts
 
 
-def _within(ranges: Ranges, peak: int) -> Ranges:
-    keep = (ranges.rows <= peak).any(axis=1)
-    return Ranges(ranges.first[keep], ranges.stop[keep], ranges.rows[keep])
-
-
 def _last_use(degrees: list[list[int]]) -> dict[int, list[int]]:
     """Return p -> positions whose vectors no stage at a device before p can continue to."""
     smallest = {}
@@ -110,26 +100,6 @@ def _last_use(degrees: list[list[int]]) -> dict[int, list[int]]:
     for position, p in smallest.items():
         last.setdefault(p, []).append(position)
     return last
-
-
-def _candidates(
-    ranges: Ranges, peak: int, rows_of_first: np.ndarray, after: np.ndarray, firsts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return row, first, stop and bytes of every stage within the peak from a live state to a state
-    that has a vector."""
-    window = slice(
-        np.searchsorted(ranges.first, firsts[0]),
-        np.searchsorted(ranges.first, firsts[-1], side="right"),
-    )
-    first, stop = ranges.first[window], ranges.stop[window]
-    live_rows = np.flatnonzero(rows_of_first.any(axis=1))
-    rows = slice(live_rows[0], live_rows[-1] + 1)
-    possible = rows_of_first[rows, first]
-    possible &= after[rows, stop] >= 0
-    own = ranges.rows[window, rows].T
-    possible &= own <= peak
-    row, at = np.nonzero(possible)
-    return row + rows.start, first[at], stop[at], own[row, at]
 
 
 def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: int) -> np.ndarray:
@@ -145,12 +115,7 @@ def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: in
         Ascending indices of the winners.
     """
     state, own, copies, child = candidates[:4]
-    alive, taken, left, winners = (
-        np.arange(len(state)),
-        np.zeros(len(state), np.int64),
-        copies.copy(),
-        [],
-    )
+    alive, taken, left, winners = np.arange(len(state)), np.zeros_like(state), copies.copy(), []
     for _ in range(width):
         starts = np.flatnonzero(np.diff(state[alive], prepend=-1))
         sizes = np.diff(starts, append=len(alive))

@@ -29,7 +29,7 @@ def balanced_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> P
     packs the first has one and the last three (H-h).
 
     Example:
-        >>> six = SizedLayers(np.ones(6), np.full(6, 10), np.zeros(6, int), True)
+        >>> six = SizedLayers(np.ones(6), np.full(6, 10), np.zeros(6, int))
         >>> balanced_time(six, 6, 30)
         ((0, 1), (1, 3), (3, 6))
     """

@@ -10,10 +10,9 @@ from typing import Literal
 
 from capture.plan.array import Order
 
-#: Which partitions are weighed: those that the paper lists, pairs of equal sub-arrays, all into an
-#: even number of sub-arrays, or all (READINGS.md, M-y); or those into equal sub-arrays, whose
-#: programs are of the fewest sizes.
-Rule = Literal["listed", "pairs", "even", "all", "equal"]
+#: Which partitions are weighed: pairs of equal sub-arrays, or all (READINGS.md, M-y); or those into
+#: equal sub-arrays, whose programs are of the fewest sizes.
+Rule = Literal["pairs", "all", "equal"]
 
 
 @dataclass(frozen=True)
@@ -47,26 +46,12 @@ class Way:
         return f"{self.order} {' and '.join('+'.join(map(str, part)) for part in parts)}"
 
 
-def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
-    """Return the partitions of the paper's list. Per size q from the half down to 1: as many pairs
-    of q as fit, the rest as one pair; a single model that is left joins the first sub-array.
-
-    Source: Purandare et al. 2023 (mu-TWO), 3.2 (1): of eight models 4+4, 3+3+1+1, 2+2+2+2 and
-    1+1+1+1+1+1+1+1.
-    """
-    found: dict[tuple[int, ...], None] = {}
-    for size in range(num_models // 2, 0, -1):
-        pairs, rest = divmod(num_models, 2 * size)
-        sizes = [size] * (2 * pairs)
-        sizes += [-(-rest // 2), rest // 2] if rest > 1 else []
-        if rest == 1:
-            sizes[0] += 1
-        found[tuple(sorted(sizes, reverse=True))] = None
-    return list(found)
-
-
 def equal_pairs(num_models: int) -> list[tuple[int, ...]]:
-    """Return partitions into pairs of equal sub-arrays; one of an odd number has one model more."""
+    """Return partitions into pairs of equal sub-arrays; one of an odd number has one model more.
+
+    Source: Purandare et al. 2023 (mu-TWO), 3.2 (1), lists four of five: of eight models 4+4,
+    3+3+1+1, 2+2+2+2 and 1+1+1+1+1+1+1+1.
+    """
     found: dict[tuple[int, ...], None] = {}
     for halves in partitions(num_models // 2):
         twice = [size for size in halves for _ in range(2)]
@@ -74,11 +59,6 @@ def equal_pairs(num_models: int) -> list[tuple[int, ...]]:
             sizes = [size + (n == at) for n, size in enumerate(twice)]
             found[tuple(sorted(sizes, reverse=True))] = None
     return list(found)
-
-
-def even_partitions(num_models: int) -> list[tuple[int, ...]]:
-    """Return all partitions of models into an even number of sub-arrays."""
-    return [sizes for sizes in partitions(num_models) if len(sizes) % 2 == 0]
 
 
 def equal_partitions(num_models: int) -> list[tuple[int, ...]]:
@@ -103,9 +83,7 @@ def partitions(count: int, largest: int | None = None) -> Iterator[tuple[int, ..
 
 #: Sizes of sub-arrays that are multiplexed, by the rule.
 RULES: dict[Rule, Callable[[int], Iterable[tuple[int, ...]]]] = {
-    "listed": listed_pairs,
     "pairs": equal_pairs,
-    "even": even_partitions,
     "all": partitions,
     "equal": equal_partitions,
 }

@@ -123,11 +123,9 @@ class ShardingProblem:
         for i, operator in enumerate(kinds):
             for j, mode in enumerate(modes[i]):
                 cost = self.cost.cost(operator, mode, sizes)
-                columns[0, ..., i, j], columns[1, ..., i, j], columns[2, ..., i, j] = (
-                    cost.resident_bytes,
-                    cost.transient_bytes,
-                    cost.seconds,
-                )
+                of_mode = (cost.resident_bytes, cost.transient_bytes, cost.seconds)
+                for column, values in zip(columns, of_mode, strict=True):
+                    column[..., i, j] = values
         return Options(
             np.array([count for _, count in model.counts]),
             modes,

@@ -70,7 +70,11 @@ def test_no_floor_is_above_the_bound_of_its_part(known, remat):
         problem = search_problem(known.at(choices, 16 // m).least, question, with_times=True)
         step = LeastStep(problem)
         peaks = sorted(
-            {int(peak) for d in problem.used_degrees for peak in problem.floor(d)[0, 1:]}
+            {
+                int(peak)
+                for d in problem.used_degrees
+                for peak in problem.spread(problem.cost[d])[:, :, 0, 1:].min(axis=(0, 1))
+            }
         )
         for limit in (10**10, *peaks[:: max(1, len(peaks) // 4)]):
             exact, _ = step.within(limit)

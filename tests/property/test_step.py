@@ -15,7 +15,7 @@ from capture.alpa.step import build_alpa_step
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import Occupancy, Schedule, make_schedule
-from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
+from capture.predictor.formula import of_interfaces, peak_parts, peaks_by_position
 from capture.step.holds import Params
 from capture.step.interface import StageInterface, stage_interface
 from capture.step.pipeline import build_step
@@ -457,7 +457,7 @@ def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
     )
     for memory, moments, replayed in found:
         instant, parts = peak_parts([memory], moments)
-        assert peak_of([memory], moments) == sum(parts[0].values()) == replayed
+        assert sum(parts[0].values()) == replayed
         assert instant in ("forward", "backward", "update", "summarize")
 
 
@@ -474,7 +474,7 @@ occupancies = st.builds(
     st.lists(occupancies, min_size=1, max_size=3).map(tuple),
 )
 def test_the_predictors_formula_counts_what_waits_whatever_the_schedule(stages, listed):
-    """No schedule of today lets gradients wait; one that does is counted in all three forms of the
+    """No schedule of today lets gradients wait; one that does is counted in both forms of the
     formula."""
     num_losses = max(o.num_losses for o in listed)
     for s, memory in enumerate(of_interfaces(stages)):
@@ -486,9 +486,5 @@ def test_the_predictors_formula_counts_what_waits_whatever_the_schedule(stages, 
         arrays = replace(
             memory, **{part.name: np.array([getattr(memory, part.name)]) for part in fields(memory)}
         )
-        assert (
-            peak_of([memory], [(o,) for o in listed])
-            == peak
-            == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
-        )
+        assert peak == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
         assert sum(peak_parts([memory], [(o,) for o in listed])[1][0].values()) == peak

@@ -47,7 +47,6 @@ def layers(seconds, memory=None, inputs=None) -> SizedLayers:
         np.array(seconds, dtype=float),
         np.array(memory or [10] * count),
         np.array(inputs or [0] * count),
-        True,
     )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from capture.plan.choices import StageChoice
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.result import SearchResult, TieBreak, found, nothing_found, placed
+from recommender.capture.result import SearchResult, found, nothing_found, placed
 
 Exclude = Literal["one", "equal", "none"]
 #: Of a stage: its first device, its layers [first, stop), its choice, and its bytes.
@@ -71,20 +71,14 @@ def enumerate_plans(
         return nothing_found(
             problem, algorithm="enumerate", num_explored=search.num_placements, proven=complete
         )
-    compared: dict[Exclude, tuple[TieBreak, int]] = {
-        "one": ("full", problem.cluster.num_devices),
-        "equal": ("partial", 1),
-        "none": ("none", 0),
-    }
-    tie_break, columns = compared[exclude] if complete else ("none", 0)
+    compared: dict[Exclude, int] = {"one": problem.cluster.num_devices, "equal": 1, "none": 0}
     return found(
         problem,
         tuple(placed(*way) for way in search.best),
-        algorithm="enumerate",
+        "enumerate",
         optimal=complete,
-        tie_break=tie_break,
-        tie_break_columns=columns,
         num_explored=search.num_placements,
+        tie_break_columns=compared[exclude] if complete else 0,
     )
 
 

@@ -40,8 +40,7 @@ def mcap_brute_force(problem: SearchProblem) -> SearchResult:
     """
     problem = pipeline_only(problem)
     num_layers, num_devices = problem.num_layers, problem.cluster.num_devices
-    first, stop = (grid.ravel() for grid in np.mgrid[:num_layers, : num_layers + 1])
-    table = problem.least_rows(1, first, stop).reshape(num_layers, num_layers + 1, -1)
+    table = np.moveaxis(problem.spread(problem.cost[1].min(axis=0)), 0, -1)
     rows = np.minimum(np.arange(num_devices, 0, -1), problem.num_positions) - 1
     best_key, best, num_explored = None, None, 0
     partitionings = combinations(range(1, num_layers), num_devices - 1)
@@ -60,9 +59,8 @@ def mcap_brute_force(problem: SearchProblem) -> SearchResult:
     return found(
         problem,
         stages,
-        algorithm="mcap-bf",
+        "mcap-bf",
         optimal=True,
-        tie_break="full",
-        tie_break_columns=num_devices,
         num_explored=num_explored,
+        tie_break_columns=num_devices,
     )

@@ -26,7 +26,7 @@ from capture.model.graph import LayerGraph
 from capture.papers.capture.partitionings import pipeline_partitionings
 from capture.plan.choices import ChoiceRow, ParamSplit, Remat, StageChoice
 from capture.plan.schedule import make_schedule
-from capture.predictor.formula import of_interfaces, peak_of
+from capture.predictor.formula import of_interfaces, peak_parts
 from capture.step.interface import stage_interface
 from recommender.capture.problem import NEVER
 
@@ -285,7 +285,7 @@ def run_paper_profile(
             for (first, stop), cost in zip(ranges(partitioning), found, strict=True)
         ]
         peaks = [
-            None if cost is None else int(peak_of([memory], of_group))
+            None if cost is None else sum(peak_parts([memory], of_group)[1][0].values())
             for cost, memory, of_group in zip(
                 found, of_interfaces(interfaces), moments, strict=True
             )
