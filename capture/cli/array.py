@@ -19,7 +19,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, outcome_of, parts_text, say, table, write_files
+from capture.cli.output import SearchEnd, outcome_of, parts_text, say, table, write_files
 from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
@@ -145,7 +145,7 @@ def _models_of_file(path: Path) -> list[Member]:
         ) from None
 
 
-def plan(options: argparse.Namespace) -> Outcome:
+def plan(options: argparse.Namespace) -> SearchEnd:
     """Search what is fused, multiplexed and moved."""
     close(options, OPTIONS)
     cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})

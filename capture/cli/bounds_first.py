@@ -14,7 +14,7 @@ from typing import Any
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.fitting import measuring
-from capture.cli.output import Beyond, Outcome, told
+from capture.cli.output import Beyond, SearchEnd, told
 from capture.cli.progress import SearchProgress, progress
 from capture.cli.question_file import noted
 from capture.errors import PlanError
@@ -376,7 +376,7 @@ def plan(
     of_profile: ProfileQuestion,
     measurements: Measurements,
     whole: WholeQuestion | None = None,
-) -> Outcome:
+) -> SearchEnd:
     """Search, compile and return the outcome. The exit code is 1 where no plan fits, and where none
     was compiled though one was to be; and 130 after an interrupt, with the best plan so far."""
     asking = Asking(options, of_profile, measurements, whole)

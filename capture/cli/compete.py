@@ -12,7 +12,7 @@ from math import inf
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, say
+from capture.cli.output import SearchEnd, say
 from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
@@ -31,20 +31,22 @@ _NARROW_NOTHING = {"seconds", "compiles", "within", "quick", "price", "mtbf", "d
 
 
 def compete(
-    options: argparse.Namespace, first: Outcome, by_system: Mapping[str, Asks], read: Systems
-) -> Outcome:
+    options: argparse.Namespace, first: SearchEnd, by_system: Mapping[str, Asks], read: Systems
+) -> SearchEnd:
     """Return the outcome of the fastest plan that fits, of whichever kind, which also says what the
     others give. An interrupt of their search keeps what is known.
 
     Args:
         options: Options as they were typed. One that a system does not read leaves it out.
-        first: Outcome of ``FIRST``.
+        first: SearchEnd of ``FIRST``.
         by_system: What is asked, by system.
         read: Options that each system reads.
     """
+    if not _memory_binds(first):
+        return first
     target = options.target or shared.TARGET.default
     cluster = asked.read_cluster({**vars(options), "target": target})
-    if not _memory_binds(first) or Target.load(cluster.target).rates is None:
+    if Target.load(target).rates is None:
         return first
     given = {*shared.given(options)} - _NARROW_NOTHING
     if options.objective == "throughput":
@@ -53,13 +55,15 @@ def compete(
     for system, asks in by_system.items():
         if asks.rival is None or refused(given, system, read):
             continue
-        if why := _left_out(cluster, options.host_memory):
+        if why := _left_out(cluster, options):
             # Of a plan that fits, its own reason says what is not known.
             said += [_line(asks.about, why)] * (not first.is_ok)
             continue
         say(options, f"memory binds, so {asks.about} are searched, too")
-        own = copy(options)
+        own, num = copy(options), shared.MICROBATCHES.default
         own.system = system
+        if options.global_batch is None:
+            own.global_batch, _ = asked.read_batch({**vars(options), "microbatches": num})
         try:
             found = asks.rival(own, _seconds(best))
         except CaptureError as error:
@@ -78,7 +82,7 @@ def compete(
     return best.saying(said)
 
 
-def _memory_binds(first: Outcome) -> bool:
+def _memory_binds(first: SearchEnd) -> bool:
     """Return whether no plan of stages fits, or one that needs more memory than there is would be
     so much faster that what moves it in and out may pay."""
     answer = first.answer
@@ -88,16 +92,21 @@ def _memory_binds(first: Outcome) -> bool:
     return answer.why.code == "memory-limit" or _seconds(first) > _GAINS * endless
 
 
-def _left_out(cluster: Cluster, host_memory_bytes: int | None) -> str:
+def _left_out(cluster: Cluster, options: argparse.Namespace) -> str:
     """Return why plans that need the memory of one host are not searched; empty if they are."""
     if len(cluster.nodes) > 1:
-        return f"of one host, and {cluster} has {len(cluster.nodes)}"
-    if known_host_bytes(cluster, host_memory_bytes) is None:
+        return f"they are of one host, and {cluster} has {len(cluster.nodes)}"
+    if options.quick or options.compiles == 0:
+        return (
+            f"their layers are compiled, which {'--quick' if options.quick else '--compiles 0'}"
+            " forbids"
+        )
+    if known_host_bytes(cluster, options.host_memory) is None:
         return "the host's memory is not known; say --host-memory, such as --host-memory 1TB"
     return ""
 
 
-def _kept_beside(options: argparse.Namespace, first: Outcome) -> str:
+def _kept_beside(options: argparse.Namespace, first: SearchEnd) -> str:
     """Save the plan of an outcome that is not the answer, with its front, in a file beside that of
     the answer, and return the line that says where."""
     path = options.output.with_stem(f"{options.output.stem}-{FIRST}")
@@ -106,12 +115,12 @@ def _kept_beside(options: argparse.Namespace, first: Outcome) -> str:
     return f"plan of --system {FIRST} -> {path}"
 
 
-def _seconds(outcome: Outcome) -> float:
+def _seconds(outcome: SearchEnd) -> float:
     """Return the seconds of a step of a plan that fits, known as it was to be; infinite without."""
     return inf if outcome.exit_code or outcome.step_seconds is None else outcome.step_seconds
 
 
-def _given_by(outcome: Outcome, best_seconds: float) -> str:
+def _given_by(outcome: SearchEnd, best_seconds: float) -> str:
     """Return what plans of another kind than the best give, in words."""
     seconds = _seconds(outcome)
     if seconds < inf:

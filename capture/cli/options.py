@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from capture.cli.output import Outcome
+from capture.cli.output import SearchEnd
 from capture.errors import CaptureError, OptionError
 from capture.machine.target import target_names
 from capture.options import Option, add, options_of, size
@@ -53,9 +53,9 @@ class Asks:
     title: str
     about: str
     options: Sequence[Option]
-    answer: Callable[[argparse.Namespace], Outcome]
+    answer: Callable[[argparse.Namespace], SearchEnd]
     needs_workload: bool = True
-    rival: Callable[[argparse.Namespace, float], Outcome] | None = None
+    rival: Callable[[argparse.Namespace, float], SearchEnd] | None = None
 
 
 def remat_or(*others: str) -> Callable[[str], str]:

@@ -17,7 +17,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, outcome_of, say, table
+from capture.cli.output import SearchEnd, outcome_of, say, table
 from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
     return plan.main(options)
 
 
-def plan(options: argparse.Namespace) -> Outcome:
+def plan(options: argparse.Namespace) -> SearchEnd:
     """Search modes of operators.
 
     Raises:

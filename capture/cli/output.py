@@ -37,8 +37,8 @@ def emit(options: argparse.Namespace, report: object, *lines: str) -> None:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the search for a plan ends with, before it is printed and the plan is saved.
+class SearchEnd:
+    """The end of a search for a plan, before it is printed and the plan is saved.
 
     Attributes:
         report: What ``--json`` prints.
@@ -75,7 +75,7 @@ class Outcome:
     def is_compiled(self) -> bool:
         return self.answer is not None and self.answer.compiled
 
-    def on(self, accountant: Accountant | None) -> Outcome:
+    def on(self, accountant: Accountant | None) -> SearchEnd:
         """Return the outcome with the account of its step."""
         plan = None if self.answer is None else self.answer.plan
         if accountant is None or plan is None or not self.step_seconds:
@@ -84,7 +84,7 @@ class Outcome:
         lines = [*self.lines, *account.lines(is_estimate=True)]
         return replace(self, report=replace(self.report, account=account), lines=lines)
 
-    def saying(self, others: Sequence[str]) -> Outcome:
+    def saying(self, others: Sequence[str]) -> SearchEnd:
         """Return the outcome whose report and plan also say what other kinds of plan give."""
         if self.answer is None or not others:
             return self
@@ -204,7 +204,7 @@ def told(
     notes: Sequence[str],
     beyond: Beyond,
     accountant: Accountant,
-) -> Outcome:
+) -> SearchEnd:
     """Return the outcome of an answer; its plan has its simulated step.
 
     Args:
@@ -244,7 +244,7 @@ def told(
         if beyond.of_profile or result.compiled:
             of_plan = result.plan.cluster, result.plan.global_batch_size
             lines += front_table(result.why.front, partial(accountant.of, *of_plan))
-    return Outcome(
+    return SearchEnd(
         report,
         lines,
         int(result.status != "ok"),
@@ -271,7 +271,7 @@ def outcome_of(
     lines: Sequence[str],
     *took: str,
     **beside: object,
-) -> Outcome:
+) -> SearchEnd:
     """Return the outcome of an answer.
 
     Args:
@@ -283,7 +283,7 @@ def outcome_of(
     """
     is_ok = answer.status == "ok" and answer.plan is not None
     report = PlanReport.of(kind, answer, **beside)
-    return Outcome(report, lines, int(not is_ok), answer, took=took)
+    return SearchEnd(report, lines, int(not is_ok), answer, took=took)
 
 
 def parts_text(parts: Mapping[str, int]) -> str:

@@ -13,7 +13,7 @@ from capture.cli import asked, layers
 from capture.cli import options as shared
 from capture.cli.diff import compared
 from capture.cli.options import Asks
-from capture.cli.output import Outcome, outcome_of, parts_text, table
+from capture.cli.output import SearchEnd, outcome_of, parts_text, table
 from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
@@ -73,7 +73,7 @@ OPTIONS = (
 )
 
 
-def plan(options: argparse.Namespace) -> Outcome:
+def plan(options: argparse.Namespace) -> SearchEnd:
     """Search packs of layers.
 
     Raises:
@@ -84,7 +84,7 @@ def plan(options: argparse.Namespace) -> Outcome:
     return _outcome(options, question, measured, _answer(options, question, measured))
 
 
-def rival(options: argparse.Namespace, seconds: float) -> Outcome:
+def rival(options: argparse.Namespace, seconds: float) -> SearchEnd:
     """Search packs in every way that weights may travel, beside a plan of stages.
 
     Args:
@@ -96,7 +96,6 @@ def rival(options: argparse.Namespace, seconds: float) -> Outcome:
     if answer.status == "ok" and step_seconds_of(answer) >= seconds:
         answer = not_compiled(answer, "by estimates it is slower")
     else:
-        options.no_verify = options.no_verify or options.quick or options.compiles == 0
         answer = _answer(options, question, measured)
     return _outcome(options, question, measured, answer)
 
@@ -125,7 +124,7 @@ def _outcome(
     question: PacksQuestion,
     measured: LayersQuestion | None,
     answer: PacksAnswer,
-) -> Outcome:
+) -> SearchEnd:
     answer = noted(options, answer)
     lines, beside = _answer_lines(question, answer), dict[str, object]()
     if measured is not None:

@@ -50,7 +50,7 @@ def options_by_system() -> dict[str, tuple[Option, ...]]:
     """Return what each system reads."""
     by_system = asked_by_system()
     about = "; ".join(f"{system}: {asks.about}" for system, asks in by_system.items())
-    text = f"{about} (default: {FIRST}, and those beside it that may be faster where memory binds)"
+    text = f"{about} (default: {FIRST}, and what competes with it)"
     system = replace(layers.SYSTEM_OPTION, help=text, default=None, choices=tuple(by_system))
     of_all = system, shared.output("plan.json"), shared.TRUST
     return {system: (*of_all, *asks.options) for system, asks in by_system.items()}

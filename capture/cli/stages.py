@@ -14,7 +14,7 @@ from capture.cli import asked, bounds_first
 from capture.cli import options as shared
 from capture.cli.fitting import least_state_of, measuring
 from capture.cli.options import Asks
-from capture.cli.output import Beyond, Outcome, say, told
+from capture.cli.output import Beyond, SearchEnd, say, told
 from capture.cli.profile_file import read_profile
 from capture.cli.question_file import noted
 from capture.cli.targets import compare
@@ -115,7 +115,7 @@ OPTIONS = (
 _OPEN = {option.name for option in shared.OPEN}
 
 
-def plan(options: argparse.Namespace) -> Outcome:
+def plan(options: argparse.Namespace) -> SearchEnd:
     """Search stages.
 
     Raises:
@@ -189,7 +189,7 @@ def _from_profile(
     of_profile: ProfileQuestion,
     profile: Profile,
     measurements: Measurements | None,
-) -> Outcome:
+) -> SearchEnd:
     """Answer the question from a profile, and from what is measured beside it."""
     knowledge = _knowledge(options, profile, question.cluster)
     chosen, attempts, found = _chosen(options, knowledge, question)
@@ -282,7 +282,7 @@ def _refused(
     question: PlanQuestion,
     of_profile: ProfileQuestion,
     measurements: Measurements,
-) -> Outcome | None:
+) -> SearchEnd | None:
     """Return the outcome where no plan can exist or fit; None if one may, and is worth measuring
     for."""
     names = SCHEDULES if options.try_schedules else (question.schedule,)
@@ -307,7 +307,7 @@ def _refused(
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
         measure = _measuring(of_profile, measurements)
         change = partial(cheapest_change, question, num_layers, None, measure)
-    return Outcome(report, lines, 1, result, change=change, change_does="can fit")
+    return SearchEnd(report, lines, 1, result, change=change, change_does="can fit")
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:

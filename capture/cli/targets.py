@@ -13,7 +13,7 @@ from pathlib import Path
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.bounds_first import Asking, of_a_profile, with_times
-from capture.cli.output import Outcome, account_columns, say, table
+from capture.cli.output import SearchEnd, account_columns, say, table
 from capture.cli.question_file import noted
 from capture.cli.whole import close, of_whole, whole_question
 from capture.errors import CaptureError, PlanError, Violation
@@ -31,7 +31,7 @@ _OTHERS = ("target", "fix", "smallest_cluster", "largest_batch")
 _OfTarget = tuple[argparse.Namespace, ProfileQuestion, WholeQuestion]
 
 
-def compare(options: argparse.Namespace, terms: Terms) -> Outcome:
+def compare(options: argparse.Namespace, terms: Terms) -> SearchEnd:
     """Ask the question of every target, and save the answers. What goes wrong with one
     target does not lose the others. The exit code is 1 where no target has a plan that fits.
 
@@ -72,7 +72,7 @@ def compare(options: argparse.Namespace, terms: Terms) -> Outcome:
             if answers[name].account
         },
     )
-    return Outcome(report, [*_lines(report)], int(not report.written))
+    return SearchEnd(report, [*_lines(report)], int(not report.written))
 
 
 def _question(options: argparse.Namespace, target: str, terms: Terms) -> _OfTarget:

@@ -14,7 +14,7 @@ from cells import ASKED, CELLS, STORE, WORKLOAD, Case, installed
 from capture import documents
 from capture.cli import asked, options
 from capture.cli.diff import compared
-from capture.cli.output import answered, table
+from capture.cli.output import outcome_of, table
 from capture.cli.question_file import noted
 from capture.cli.report import shown
 from capture.cli.whole import close
@@ -93,7 +93,7 @@ def compiled(given, plan: ReplicasPlan, spec) -> tuple:
     )
 
 
-def answer(given) -> int:
+def answer(given):
     close(given, OPTIONS)
     spec, cluster = asked.spec_of(vars(given)), asked.read_cluster(vars(given))
     count, examples = cluster.num_devices, given.global_batch
@@ -111,7 +111,7 @@ def answer(given) -> int:
     status = "ok" if room is None or room.verdict == "fits" else "infeasible"
     why = Why(f"{counted(len(tried), 'number')} of passes compiled")
     found = noted(given, Answer(status, plan, Tried(tried), why, room))
-    return answered(given, "replicas", found, [f"{status}: {why.summary}"])
+    return outcome_of("replicas", found, [f"{status}: {why.summary}"])
 
 
 def verify(given, plan: ReplicasPlan) -> tuple[VerifyReport, ReplicasPlan]:

@@ -11,7 +11,7 @@ import pytest
 
 from capture.cli.compete import compete
 from capture.cli.options import Asks
-from capture.cli.output import Outcome
+from capture.cli.output import SearchEnd
 from capture.errors import PlanError
 from capture.options import Option
 from capture.plan.why import Why
@@ -24,6 +24,9 @@ SHARED = (
     Option("memory", "limit"),
     Option("host_memory", "host"),
     Option("quiet", "say nothing", False),
+    Option("quick", "no compiler", False),
+    Option("compiles", "at most", None, int),
+    Option("global_batch", "examples", 256, int),
     Option("output", "file", Path("plan.json"), Path),
 )
 READ = {
@@ -56,7 +59,7 @@ def outcome(name, seconds=None, *, fits=True, compiled=True, **why):
     plan = FakePlan(name, compiled)
     said = Why(f"{name}'s own reason.", **why)
     answer = Answer("ok" if fits else "infeasible", plan, SimpleNamespace(), said)
-    return Outcome(Report(said, plan), [name], int(not fits), answer, seconds)
+    return SearchEnd(Report(said, plan), [name], int(not fits), answer, seconds)
 
 
 def asked(rival, first, *typed):
@@ -139,7 +142,7 @@ def test_a_plan_that_is_not_compiled_beats_none_that_is():
         outcome("stages", 2.0, endless_step_seconds=1.9),
         outcome("stages", fits=False, code="devices-unfillable"),
         replace(outcome("stages", 2.0, endless_step_seconds=1.5), exit_code=130),
-        Outcome(Report(), ["several targets"], 0),
+        SearchEnd(Report(), ["several targets"], 0),
     ],
 )
 def test_others_are_asked_only_where_memory_binds(first):
@@ -159,12 +162,17 @@ def test_options_of_one_kind_narrow_the_question_to_it():
 def test_a_kind_that_is_left_out_says_why():
     stages = outcome("stages", fits=False, code="memory-limit")
     found, calls = asked(None, stages, "--cluster", "2x4")
-    assert not calls and found.lines[-1] == "Packs: of one host, and 2x4 has 2."
+    assert not calls and found.lines[-1] == "Packs: they are of one host, and 2x4 has 2."
     found, calls = asked(None, stages, "--host-memory", "0")
     assert not calls and "say --host-memory, such as --host-memory 1TB." in found.lines[-1]
     fits = outcome("stages", 2.0, endless_step_seconds=1.5)
     found, calls = asked(None, fits, "--host-memory", "0")
     assert not calls and found.lines == ["stages"], "its own reason says so"
+    for flag in ("--quick", "--compiles=0"):
+        found, calls = asked(None, stages, flag)
+        assert not calls and found.lines[-1].startswith(
+            "Packs: their layers are compiled, which --"
+        )
     found, _ = asked(PlanError.of("nobody knows.", "packs-none"), stages)
     assert found.exit_code == 1 and "nobody knows." in found.lines[-1]
 
