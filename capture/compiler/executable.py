@@ -20,6 +20,7 @@ from capture.compiler.scratch import Scratch, scratch_of
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops, work_of
 from capture.measured.work import ProgramWork
 from capture.step.attribution import Buffer
+from capture.tracing.flops import kernel_flops
 
 #: Of JAX: from which devices copy directly.
 HOST_MEMORY = "pinned_host"
@@ -84,7 +85,8 @@ class AnyCompiler(Protocol):
             donate: Positions of donated arguments.
             out_shardings: As for ``jax.jit``; None lets the compiler choose.
             layer_of: Gives the layer of a buffer by its name, where buffers are named.
-            local_flops: FLOPs of the operations that run on each device's part.
+            local_flops: FLOPs of the operations that run on each device's part; by default those of
+                the kernels of Pallas that the function holds.
         """
         ...
 
@@ -130,7 +132,8 @@ class Compiler:
         with warnings.catch_warnings():
             # Residuals are donated to be freed, whether or not an output fits into them.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            lowered = jitted.lower(*structs)
+            traced = jitted.trace(*structs)
+            lowered = traced.lower()
             chosen = {**(_MEASURING_OPTIONS if self.fast_compile else {}), **(self.options or {})}
             with (
                 nullcontext() if names is None and not self.options else not_kept(),
@@ -158,7 +161,11 @@ class Compiler:
             (len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))),
             default=1,
         )
-        work = work_of(compiled, lowered, num_devices, local_flops) if self.count_work else None
+        work = None
+        if self.count_work:
+            if local_flops == NO_LOCAL_FLOPS:
+                local_flops = LocalFlops(kernels=kernel_flops(traced.jaxpr.jaxpr, num_devices))
+            work = work_of(compiled, lowered, num_devices, local_flops)
         return Executable(compiled, outputs, int(transient), work, buffers=buffers)
 
 

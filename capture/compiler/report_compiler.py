@@ -31,6 +31,7 @@ from capture.errors import TargetError
 from capture.machine.target import Target
 from capture.measured.work import ProgramWork
 from capture.step.attribution import Buffer
+from capture.tracing.flops import kernel_flops
 
 #: Between two looks at the dump.
 _PAUSE_SECONDS = 0.02
@@ -82,6 +83,9 @@ class ReportCompiler:
             # As in ``Compiler``.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
+            if local_flops == NO_LOCAL_FLOPS:
+                traced = jitted.trace(*args).jaxpr.jaxpr
+                local_flops = LocalFlops(kernels=kernel_flops(traced, exported.nr_devices))
         leaves = jax.tree.leaves(tuple(args))
         positions = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.work import LocalFlops
 from capture.tracing.dataflow import bind
-from capture.tracing.flops import equation_flops
+from capture.tracing.flops import KERNEL, equation_flops, holds
 from capture.tracing.jaxprs import REMATS, evaluate, is_body, opened, sub_jaxprs
 from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
@@ -60,22 +60,18 @@ def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == PRIMITIVE:
-            if _holds(equation, "pallas_call") == kernels:
+            if holds(equation, KERNEL) == kernels:
                 total += equation_flops(equation) // math.prod(
                     mesh.shape[axis] for axis in _axes(equation, mesh).values()
                 )
+        elif equation.primitive.name == KERNEL:
+            total += equation_flops(equation) if kernels else 0
         else:
             bodies = [_call_flops(body, mesh, kernels) for body in sub_jaxprs(equation.params)]
             if equation.primitive.name == "cond":
                 bodies = [max(bodies, default=0)]
             total += equation.params.get("length", 1) * sum(bodies)
     return total
-
-
-def _holds(equation: jex_core.JaxprEqn, name: str) -> bool:
-    """Tell whether an equation is of a primitive, or runs one in a body."""
-    inner = (e for body in sub_jaxprs(equation.params) for e in body.eqns)
-    return equation.primitive.name == name or any(_holds(e, name) for e in inner)
 
 
 def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
@@ -133,7 +129,7 @@ def _localized(value: object, mesh: Mesh, is_open: bool) -> tuple[Any, Sequence[
 
 
 def _holds_call(value: object) -> bool:
-    return is_body(value) and any(_holds(e, PRIMITIVE) for e in opened(value).eqns)
+    return is_body(value) and any(holds(e, PRIMITIVE) for e in opened(value).eqns)
 
 
 def _local_call(equation: Any, mesh: Mesh) -> Callable[..., Any] | None:

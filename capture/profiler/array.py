@@ -94,7 +94,7 @@ class ArrayBackend(ProgramBackend):
         store, target, machine: As for ``ProgramBackend``.
     """
 
-    version: ClassVar[Mapping[str, int]] = {"array_version": 1}
+    version: ClassVar[Mapping[str, int]] = {"array_version": 2}
     num_executions = 3
 
     def __init__(

@@ -38,7 +38,7 @@ from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
-from capture.tracing.slices import policy_key
+from capture.tracing.slices import StageSlice, policy_key
 
 Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 
@@ -53,6 +53,8 @@ PINNED_VERSION = 3
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
 CUT_VERSION = 1
+#: Bump when other work is counted of kernels of Pallas that no stage runs on parts.
+KERNELS_VERSION = "kernels 1"
 #: Bump when other values are split along the sequence for the same model.
 SEQUENCE_VERSION = "sequence 3"
 #: Bump when something else is counted of what programs compute, which only targets with rates are
@@ -244,6 +246,7 @@ class CompileBackend:
                     *(["layers", LAYERS_VERSION] if several else []),
                     *self._sequence_split(config),
                     *([CUT_VERSION] if is_cut(remat) else policy_key(remat)),
+                    *_bare_kernels(layers),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [
@@ -424,6 +427,12 @@ def _params_split(choice: StageChoice) -> list[str]:
     """Return, for keys, whether parameters are split over replicas (ZeRO-3). Empty where they are
     whole, so that measurements from before there was a choice keep their keys."""
     return ["params"] if choice.shard_params else []
+
+
+def _bare_kernels(layers: StageSlice) -> list[str]:
+    """Return, for keys, that layers hold kernels of Pallas outside ``custom_partitioning``; empty
+    where they do not, so that measurements of most models keep their keys."""
+    return [KERNELS_VERSION] if any(call.function.num_kernels[1] for call in layers.calls) else []
 
 
 def _arriving(graph: LayerGraph, config: StageConfig) -> list[list[int]]:

@@ -26,7 +26,7 @@ from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import Remat, StageChoice
 from capture.profiler.asked import LayerNeeds, LayerPass
-from capture.profiler.compile import CompileBackend
+from capture.profiler.compile import KERNELS_VERSION, CompileBackend
 from capture.profiler.executing import ExecutingMachine
 from capture.profiler.program_backend import ProgramBackend
 from capture.profiler.timing import filled, out_of_memory
@@ -167,8 +167,15 @@ class LayerBackend(ProgramBackend):
             structs += stage.state_structs
             keys = [self._update[0].param_keys[p] for p in stage.params]
             return content_hash([*facts, keys, [[list(s.shape), str(s.dtype)] for s in structs]])
-        limit = [] if self.machine is None else [self._memory_limit_bytes]
-        return content_hash([*facts, self._program(what).key, *limit])
+        more: list[Any] = []
+        if self.machine is not None:
+            more = [self._memory_limit_bytes]
+        else:
+            [call] = (
+                self.layers(what.microbatch_size).traced.slice(what.layer, what.layer + 1).calls
+            )
+            more = [KERNELS_VERSION] * bool(call.function.num_kernels[0])
+        return content_hash([*facts, self._program(what).key, *more])
 
     def measure(self, what: LayerPass) -> LayerNeeds:
         """Compile a pass of a layer and, where this backend executes, time it. Updates and sums of

@@ -6,6 +6,10 @@ import math
 from typing import Any
 
 from capture.tracing.jaxprs import primitives, sub_jaxprs
+from capture.tracing.split_rule import PRIMITIVE
+
+#: Of Pallas.
+KERNEL = "pallas_call"
 
 #: Only move, name or reinterpret data.
 _NO_FLOPS = primitives("""
@@ -49,11 +53,41 @@ def equation_flops(equation) -> int:
     if name.startswith(("reduce_", "arg", "scatter")):
         # A reduction combines what it reads, a scatter what it writes; the body says only how.
         return math.prod(equation.invars[-1 if name.startswith("scatter") else 0].aval.shape)
-    if name == "pallas_call":
+    if name == KERNEL:
         return _kernel_flops(params, sum(bodies))
     if bodies:
         return params.get("length", 1) * sum(bodies)
     return 0 if name in _NO_FLOPS else out_size
+
+
+def kernel_flops(jaxpr: Any, num_devices: int = 1) -> int:
+    """Count the FLOPs of a program's kernels of Pallas on one of its devices, in which no compiler
+    counts any. What has a kernel for some platforms counts as ``equation_flops`` does.
+
+    Args:
+        jaxpr: The traced program, open.
+        num_devices: Devices over which the compiler splits ``custom_partitioning`` operations; what
+            is no such operation every device runs whole.
+    """
+    total = 0
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in (KERNEL, PRIMITIVE) or params.get("branches_platforms"):
+            if holds(equation, KERNEL):
+                total += equation_flops(equation) // (num_devices if name == PRIMITIVE else 1)
+            continue
+        bodies = [kernel_flops(body, num_devices) for body in sub_jaxprs(params)]
+        total += max(bodies) if name == "cond" else params.get("length", 1) * sum(bodies)
+    return total
+
+
+def holds(equation: Any, name: str, outside: str = "") -> bool:
+    """Tell whether an equation is of a primitive, or runs one in a body, but not in one of
+    ``outside``."""
+    if equation.primitive.name in (name, outside):
+        return equation.primitive.name == name
+    inner = (e for body in sub_jaxprs(equation.params) for e in body.eqns)
+    return any(holds(e, name, outside) for e in inner)
 
 
 def _kernel_flops(params: dict[str, Any], of_body: int) -> int:

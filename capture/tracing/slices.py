@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -15,11 +15,13 @@ from capture.errors import TracingError
 from capture.model.graph import Tensor
 from capture.plan.choices import is_of_each_layer, num_full_layers
 from capture.registered import installed
+from capture.tracing.flops import KERNEL, holds
 from capture.tracing.hashing import function_key
 from capture.tracing.jaxprs import value_of
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
 from capture.tracing.source import at_source, layer_scope, line_of
+from capture.tracing.split_rule import PRIMITIVE
 
 #: What a stage may keep of each layer for the backward pass, by the name of the mode; "none"
 #: recomputes nothing.
@@ -86,6 +88,13 @@ class LayerFunction:
     @property
     def ops(self) -> tuple[Op, ...]:
         return tuple(self._layer.ops)
+
+    @cached_property
+    def num_kernels(self) -> tuple[int, int]:
+        """The number of operations with a kernel of Pallas, and of those that are no
+        ``custom_partitioning`` operations."""
+        bare = sum(holds(op, KERNEL, outside=PRIMITIVE) for op in self.ops)
+        return sum(holds(op, KERNEL) for op in self.ops), bare
 
     @property
     def inputs(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from multi_device.test_pipeline import compare
 from pipeline_models import pipeline
 from processes import REPOSITORY, environment_apart, output_of, user_model
 
+from capture.compiler.executable import Compiler
 from capture.compiler.work import LocalFlops
 from capture.errors import TracingError
 from capture.machine.target import Target
@@ -33,6 +34,7 @@ from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
 from capture.tracing import trace
 from capture.tracing.batch_split import check_split
+from capture.tracing.flops import kernel_flops
 from capture.tracing.split_rule import split_rule
 
 MODELS = REPOSITORY / "models"
@@ -329,6 +331,58 @@ def test_what_does_not_divide_is_whole():
     close(jax.jit(localized)(x), 2 * x.sum(-1))
 
 
+def kernel(x, wrap=lambda function: function):
+    call = pl.pallas_call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., 2 * x_ref[...]),
+        out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        cost_estimate=pl.CostEstimate(flops=1000, bytes_accessed=1, transcendentals=0),
+        interpret=True,
+    )
+    return wrap(call)(x)
+
+
+def scanned(call):
+    return lambda x: jax.lax.scan(lambda c, _: (call(c), None), x, None, length=3)[0]
+
+
+def by_platform(call):
+    return lambda x: jax.lax.platform_dependent(x, cuda=call, default=lambda x: x @ x)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "flops"),
+    [
+        (lambda call: call, 1000),
+        (jax.checkpoint, 1000),
+        (scanned, 3000),
+        (by_platform, 2 * 8**3),  # as without a kernel
+        (lambda call: lambda x: jax.lax.cond(x[0, 0] > 0, call, lambda x: x, x), 1000),
+        (lambda call: lambda x: call(call(x)) + x @ x, 2000),  # the compiler counts the product
+        (lambda call: lambda x: x @ x, 0),
+    ],
+)
+def test_work_in_kernels_counts_in_any_program(wrap, flops, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        "capture.compiler.executable.work_of", lambda *of: given.append(of[3]) or None
+    )
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    struct = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=here)
+    Compiler(count_work=True)(partial(kernel, wrap=wrap), [struct])
+    Compiler(count_work=True)(partial(kernel, wrap=wrap), [struct], local_flops=LocalFlops(1, 2))
+    assert given == [LocalFlops(kernels=flops), LocalFlops(1, 2)]
+    jaxpr = jax.make_jaxpr(partial(kernel, wrap=wrap))(struct).jaxpr
+    assert kernel_flops(jaxpr, num_devices=2) == flops, "every device runs it whole"
+
+
+def test_kernels_that_a_partitioner_splits_are_shared_out():
+    operation = custom_partitioning(lambda x: kernel(x[0])[None] + 0 * x)
+    operation.def_partition(lambda *of: None, sharding_rule="b s k -> b s k")
+    jaxpr = jax.make_jaxpr(operation)(jnp.ones((4, 8, 8))).jaxpr
+    whole = kernel_flops(jaxpr)
+    assert whole > 1000 and kernel_flops(jaxpr, num_devices=2) == whole // 2
+
+
 # ---- targets -------------------------------------------------------------------------------------
 
 
@@ -344,6 +398,10 @@ def check_operations(found: dict[str, Any]) -> None:
     assert found["flash"]["backward_work"]["flops"] == pytest.approx(
         2 * found["flash flops"] / 4, rel=0.15
     )
+    # A layer alone, whose backward pass has its forward pass in it.
+    alone = found["flash layer"]
+    assert alone["forward"] == pytest.approx(found["flash flops"], rel=0.1)
+    assert alone["backward"] == pytest.approx(3 * found["flash flops"], rel=0.15)
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from capture.errors import CaptureError
 from capture.measured.profile import StageConfig
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
+from capture.profiler.asked import LayerPass
 from capture.profiler.compile import CompileBackend
+from capture.profiler.layers import LayerBackend
 
 found = {}
 for attention in sys.argv[2:]:
@@ -23,5 +25,11 @@ for attention in sys.argv[2:]:
         found[attention] = backend.measure(StageConfig(0, 1, StageChoice(2, 2), 4)).to_json()
     except CaptureError as error:
         found[attention] = str(error)
+        continue
     found[f"{attention} flops"] = backend.traced(4).graph.layers[0].flops
+    layers = LayerBackend(workload, target=target)
+    found[f"{attention} layer"] = {
+        direction: layers.measure(LayerPass(0, direction, 4)).work.flops
+        for direction in ("forward", "backward")
+    }
 print(json.dumps(found))
