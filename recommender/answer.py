@@ -54,6 +54,11 @@ class Answer(Generic[P, S]):
         return self.plan.prediction if isinstance(self.plan, Plan) else None
 
     @property
+    def fits(self) -> bool:
+        """Whether there is a plan that fits."""
+        return self.status == "ok" and self.plan is not None
+
+    @property
     def peak_bytes(self) -> int:
         """The peak bytes of the device that needs most: the compiler's if the plan is compiled,
         else predicted; 0 without a plan."""

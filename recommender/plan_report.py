@@ -37,6 +37,7 @@ class PlanReport:
         warnings: What of the loss makes its step another than that of one device; bounds that
             compiled stages refute.
         failures: Programs that the compiler refused.
+        written: Other plans that were saved, by what they are.
         account: Of stages whose step has known seconds, its tokens, use of devices, cost and saves.
     """
 
@@ -55,6 +56,7 @@ class PlanReport:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[str] = ()
     failures: Sequence[str] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
     account: Account | None = None
 
     @classmethod

@@ -96,6 +96,11 @@ class WholeQuestion:
                 f"{self.schedule} is none; give --schedule {BEST_PLAIN}, or leave out --offload.",
                 "plan-offload",
             )
+        if self.host_memory_bytes is not None and self.host_memory_bytes < 1:
+            raise PlanError.of(
+                f"--host-memory {self.host_memory_bytes} is no memory; give more, or leave it out.",
+                "plan-offload",
+            )
         if self.global_batch_size < 1:
             raise PlanError.of(
                 f"global_batch_size={self.global_batch_size} leaves nothing to train on; give 1 or "

@@ -277,9 +277,8 @@ class Asking:
     @cached_property
     def accountant(self) -> Accountant:
         """The maker of accounts of the model's plans, on the terms of the options."""
-        backend, size = self._measurements.backend, self._of_profile.microbatch_size
-        traced, terms = backend.traced(size), asked.terms_of(vars(self._options))
-        return Accountant(terms, traced.graph, traced.casts, backend.model_bytes(size))
+        size = self._of_profile.microbatch_size
+        return accountant_of(self._options, self._measurements, size)
 
     @memo
     def one_of_several(self, question: PlanQuestion) -> StageAnswer:
@@ -368,6 +367,15 @@ class Asking:
                 None if is_limited or of_profile.space.whole_nodes else known,
                 measuring(of_profile, self._measurements, bounded),
             )
+
+
+def accountant_of(
+    options: argparse.Namespace, measurements: Measurements, microbatch_size: int
+) -> Accountant:
+    """Return the maker of accounts of a model's plans, on the terms of the options."""
+    backend, terms = measurements.backend, asked.terms_of(vars(options))
+    traced = backend.traced(microbatch_size)
+    return Accountant(terms, traced.graph, traced.casts, backend.model_bytes(microbatch_size))
 
 
 def plan(

@@ -71,14 +71,14 @@ def compete(
             continue
         except KeyboardInterrupt:
             said.append(_line(asks.about, "not known, as the search was interrupted"))
-            best = replace(best, exit_code=130)
+            best = replace(best, exit_code=130, change=None)
             break
         loser, whose = found, asks.about
         if (not found.is_compiled, _seconds(found)) < (not best.is_compiled, _seconds(best)):
             best, loser, about, whose = found.on(first.accountant), best, asks.about, about
         said.append(_line(whose, _given_by(loser, _seconds(best))))
-    if best is not first and _seconds(first) < inf:
-        best = replace(best, after=[*best.after, _kept_beside(options, first)])
+    if about != by_system[FIRST].about and _seconds(first) < inf:
+        best = best.written(_kept_beside(options, first))
     return best.saying(said)
 
 
@@ -88,8 +88,10 @@ def _memory_binds(first: SearchEnd) -> bool:
     answer = first.answer
     if answer is None or first.exit_code == 130:
         return False
-    endless = answer.why.endless_step_seconds or inf
-    return answer.why.code == "memory-limit" or _seconds(first) > _GAINS * endless
+    if _seconds(first) == inf:
+        # A plan may be shown of which no compiler says that it fits.
+        return answer.why.code == "memory-limit" or answer.status == "ok"
+    return _seconds(first) > _GAINS * (answer.why.endless_step_seconds or inf)
 
 
 def _left_out(cluster: Cluster, options: argparse.Namespace) -> str:
@@ -106,13 +108,16 @@ def _left_out(cluster: Cluster, options: argparse.Namespace) -> str:
     return ""
 
 
-def _kept_beside(options: argparse.Namespace, first: SearchEnd) -> str:
-    """Save the plan of an outcome that is not the answer, with its front, in a file beside that of
-    the answer, and return the line that says where."""
+def _kept_beside(options: argparse.Namespace, first: SearchEnd) -> dict[str, str]:
+    """Save the plan of a search that is not the answer, with its front, in a file beside that of
+    the answer, and return what it is and where; or why it could not be saved."""
     path = options.output.with_stem(f"{options.output.stem}-{FIRST}")
     assert first.answer is not None and first.answer.plan is not None, "it fits"
-    first.answer.plan.save(path)
-    return f"plan of --system {FIRST} -> {path}"
+    try:
+        first.answer.plan.save(path)
+    except OSError as error:
+        return {f"plan of --system {FIRST}": f"not saved, {path}: {error.strerror}"}
+    return {f"plan of --system {FIRST}": str(path)}
 
 
 def _seconds(outcome: SearchEnd) -> float:

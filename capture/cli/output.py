@@ -84,11 +84,16 @@ class SearchEnd:
         lines = [*self.lines, *account.lines(is_estimate=True)]
         return replace(self, report=replace(self.report, account=account), lines=lines)
 
+    def written(self, files: Mapping[str, str]) -> SearchEnd:
+        """Return the end whose report names files that were written, by what they are."""
+        return replace(self, report=replace(self.report, written=files))
+
     def saying(self, others: Sequence[str]) -> SearchEnd:
         """Return the outcome whose report and plan also say what other kinds of plan give."""
         if self.answer is None or not others:
             return self
-        why = replace(self.answer.why, summary=" ".join((self.answer.why.summary, *others)))
+        summary = f"{self.answer.why.summary.rstrip('.')}. {' '.join(others)}"
+        why = replace(self.answer.why, summary=summary)
         plan = None if self.answer.plan is None else replace(self.answer.plan, why=why)
         written = None if plan is None else plan.to_json()
         report = replace(self.report, why=why, plan=written)

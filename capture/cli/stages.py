@@ -307,7 +307,15 @@ def _refused(
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
         measure = _measuring(of_profile, measurements)
         change = partial(cheapest_change, question, num_layers, None, measure)
-    return SearchEnd(report, lines, 1, result, change=change, change_does="can fit")
+    return SearchEnd(
+        report,
+        lines,
+        1,
+        result,
+        accountant=bounds_first.accountant_of(options, measurements, of_profile.microbatch_size),
+        change=change,
+        change_does="can fit",
+    )
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:

@@ -312,6 +312,8 @@ class TaskGraph:
         if self.mode == "dp":
             return "devices of mode dp do the same at the same time"
         number = {task.id: max(1, len(task.sizes)) for task in self.tasks}
+        if unknown := [task for task in order if task not in number]:
+            return f"there is no task {unknown[0]}"
         if Counter(order) != Counter(number):
             return f"{len(order)} passes are not the {sum(number.values())} of the plan's tasks"
         sizes = {task.id: iter((*task.sizes, 0)) for task in self.tasks}

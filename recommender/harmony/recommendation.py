@@ -13,7 +13,7 @@ from capture.plan.why import Why
 from capture.quantities import counted, format_bytes, format_rate, format_seconds
 from recommender.answer import Answer
 from recommender.harmony.packing import EXPERT
-from recommender.harmony.question import BOTH, PacksQuestion
+from recommender.harmony.question import PacksQuestion
 from recommender.harmony.result import PacksResult
 from recommender.harmony.search import JUDGED, finds_packs
 from recommender.harmony.within import (
@@ -61,23 +61,21 @@ def harmony(question: PacksQuestion, compiled: Compile | None = None) -> PacksAn
         return not_compiled(_answer(question, None), str(error))
 
 
-def fastest_way(question: PacksQuestion) -> tuple[PacksQuestion, PacksAnswer]:
-    """Return the question of the mode, of the place of updates and of the form of swaps that are
-    estimated to be the fastest, and its answer; of the first of them where nothing fits.
+def every_way(question: PacksQuestion) -> list[tuple[PacksQuestion, PacksAnswer]]:
+    """Return the questions of all modes, places of updates and forms of swaps, each with its answer
+    by estimates, the fastest that fits first.
 
     Args:
         question: What is asked, as if all of these and the algorithm were left open.
     """
-    both = replace(question, mode=BOTH, algorithm=JUDGED)
-    ways = [both, replace(both, without=(*question.without, "offload"))]
-    if question.server.devices > 1:
-        ways.append(replace(both, mode="dp", swaps=replace(both.swaps, sharded=True)))
+    every = replace(question, algorithm=JUDGED)
+    off = replace(every, without=(*question.without, "offload"))
+    ways = [replace(each, mode="pp") for each in (every, off)]
+    if 1 < question.server.devices <= question.minibatch_size:
+        ways += [replace(each, mode="dp") for each in (every, off)]
+        ways.append(replace(every, mode="dp", swaps=replace(every.swaps, sharded=True)))
     answers = [(each, _answer(each, None)) for each in ways]
-    fitting = [found for found in answers if found[1].status == "ok"]
-    asked, answer = min(fitting, key=lambda found: step_seconds_of(found[1]), default=answers[0])
-    if answer.plan is not None:
-        asked = replace(asked, mode=answer.plan.mode)
-    return asked, answer
+    return sorted(answers, key=lambda way: (not way[1].fits, step_seconds_of(way[1])))
 
 
 def step_seconds_of(answer: PacksAnswer) -> float:
@@ -147,7 +145,7 @@ def _why(chosen: Chosen, coupled: str) -> Why:
             f". The paper's rules rank {len(chosen.before)} before it, first micro-batches of "
             f"{one.microbatch_size} and {other.microbatch_size} with "
             f"{format_seconds(first.prediction.paper.step_seconds)}; as instructions it takes "
-            f"{format_seconds(seconds)} and that {format_seconds(slower)}"
+            f"{format_seconds(step_times_of(plan).step_seconds)} and that {format_seconds(slower)}"
             f"{_lacking(first)}"
         )
     limit = plan.machine.usable_bytes.value

@@ -127,6 +127,14 @@ def test_packs_compete_where_nothing_else_fits(folder, capsys):
     code, again = answer(capsys, "plan", "plan.json", *HERE, "-o", "again.json")
     assert code == 0 and load_plan("again.json") == plan and again["kind"] == "packs"
 
+    # One way to stream is estimated to fit and does not compile so; others do.
+    code, document = answer(capsys, *asked, "--memory", "8300", "--host-memory", "1MB")
+    assert code == 0 and document["kind"] == "packs"
+    assert document["needs"]["headroom"]["memory_limit_bytes"] == 8300
+    # What a step costs is said of packs, too.
+    priced = ["--memory", "8KB", "--host-memory", "1MB", "--price", "2.5"]
+    code, document = answer(capsys, *asked, *priced)
+    assert code == 0 and document["account"]["dollars_per_step"] > 0
     # The host's memory is not known; what is missing of it is said.
     code, document = answer(capsys, *asked, "--memory", "8KB", "-o", "none.json")
     assert code == 1 and "say --host-memory" in document["why"]["summary"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +40,7 @@ READ = {
 class Report:
     why: Why = NOTHING
     plan: object = None
+    written: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,14 @@ def test_the_faster_plan_wins_and_says_what_the_other_gives():
     assert found.report.plan["why"] == found.answer.why.summary
     assert found.lines == ["packs", "Stages: 2.00 x slower (2 s)."]
     # Nothing is lost.
-    assert found.after == ["plan of --system capture -> plan-capture.json"]
+    assert found.report.written == {"plan of --system capture": "plan-capture.json"}
     assert Path("plan-capture.json").read_text() == "stages"
     Path("plan-capture.json").unlink()
 
     found, _ = asked(outcome("packs", 3.0, compiled=False), stages)
     assert found.answer.plan.name == "stages"
     assert found.answer.why.summary.endswith("Packs: 1.50 x slower (3 s, not compiled).")
-    assert not found.after and not Path("plan-capture.json").exists()
+    assert not found.report.written and not Path("plan-capture.json").exists()
 
 
 def test_where_stages_do_not_fit_packs_are_the_answer():
@@ -115,7 +116,8 @@ def test_where_stages_do_not_fit_packs_are_the_answer():
     found, calls = asked(outcome("packs", 5.0), change)
     assert calls == [("harmony", float("inf"))]
     assert (found.answer.plan.name, found.exit_code, found.change) == ("packs", 0, None)
-    assert found.lines[-1] == "Stages: none fits: stages's own reason." and not found.after
+    assert found.lines[-1] == "Stages: none fits: stages's own reason."
+    assert not found.report.written and not list(Path().iterdir())
 
     # Nor do packs: then the change of the stages is looked for.
     found, _ = asked(outcome("packs", 5.0, fits=False), change)
@@ -177,8 +179,26 @@ def test_a_kind_that_is_left_out_says_why():
     assert found.exit_code == 1 and "nobody knows." in found.lines[-1]
 
 
+def test_a_plan_beside_that_cannot_be_saved_loses_no_answer():
+    Path("plan-capture.json").mkdir()
+    stages = outcome("stages", 2.0, endless_step_seconds=1.5)
+    found, _ = asked(outcome("packs", 1.0), stages)
+    assert found.answer.plan.name == "packs"
+    assert "not saved" in found.report.written["plan of --system capture"]
+
+
+def test_a_plan_that_is_shown_and_does_not_fit_is_none():
+    shown = replace(outcome("stages", 2.0), exit_code=1)
+    found, calls = asked(outcome("packs", 9.0), shown)
+    assert (found.answer.plan.name, calls) == ("packs", [("harmony", float("inf"))])
+
+
 def test_an_interrupt_of_another_search_keeps_what_is_known():
     stages = outcome("stages", 2.0, endless_step_seconds=1.5)
     found, _ = asked(KeyboardInterrupt(), stages)
     assert (found.answer.plan.name, found.exit_code) == ("stages", 130)
+    assert not found.report.written, "it is the answer"
+    none = replace(outcome("stages", fits=False, code="memory-limit"), change=lambda: None)
+    ended, _ = asked(KeyboardInterrupt(), none)
+    assert (ended.exit_code, ended.change) == (130, None), "nothing more is searched"
     assert "Packs: not known, as the search was interrupted." in found.answer.why.summary

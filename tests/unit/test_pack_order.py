@@ -88,8 +88,9 @@ def test_an_order_is_kept_and_a_wrong_one_is_named(off, seed):
     assert graph.wrong_order(order) == ""
     assert [task.id for task, _ in passes_by(graph, begins_in(order))] == order
     due = f"passes are not the {len(order)} of the plan's tasks"
-    for wrong in (order[1:], [*order, order[-1]], [*order[:-1], len(graph.tasks)]):
+    for wrong in (order[1:], [*order, order[-1]], [*order[:-1], order[0]]):
         assert due in graph.wrong_order(wrong)
+    assert graph.wrong_order([*order[:-1], 99]) == "there is no task 99"
     updates = [task.id for task in graph.tasks if task.kind == "update"]
     rest = [task for task in order if task not in updates]
     assert "before what it reads" in graph.wrong_order([*updates, *rest])
