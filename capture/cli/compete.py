@@ -33,12 +33,12 @@ _NARROW_NOTHING = {"seconds", "compiles", "within", "quick", "price", "mtbf", "d
 def compete(
     options: argparse.Namespace, first: SearchEnd, by_system: Mapping[str, Asks], read: Systems
 ) -> SearchEnd:
-    """Return the outcome of the fastest plan that fits, of whichever kind, which also says what the
-    others give. An interrupt of their search keeps what is known.
+    """Return the end of the search whose plan is the fastest that fits, of whichever kind, which
+    also says what the others give. An interrupt of their search keeps what is known.
 
     Args:
         options: Options as they were typed. One that a system does not read leaves it out.
-        first: SearchEnd of ``FIRST``.
+        first: End of the search of ``FIRST``.
         by_system: What is asked, by system.
         read: Options that each system reads.
     """
@@ -99,10 +99,8 @@ def _left_out(cluster: Cluster, options: argparse.Namespace) -> str:
     if len(cluster.nodes) > 1:
         return f"they are of one host, and {cluster} has {len(cluster.nodes)}"
     if options.quick or options.compiles == 0:
-        return (
-            f"their layers are compiled, which {'--quick' if options.quick else '--compiles 0'}"
-            " forbids"
-        )
+        flag = "--quick" if options.quick else "--compiles 0"
+        return f"their layers are compiled, which {flag} forbids"
     if known_host_bytes(cluster, options.host_memory) is None:
         return "the host's memory is not known; say --host-memory, such as --host-memory 1TB"
     return ""
@@ -120,19 +118,19 @@ def _kept_beside(options: argparse.Namespace, first: SearchEnd) -> dict[str, str
     return {f"plan of --system {FIRST}": str(path)}
 
 
-def _seconds(outcome: SearchEnd) -> float:
+def _seconds(end: SearchEnd) -> float:
     """Return the seconds of a step of a plan that fits, known as it was to be; infinite without."""
-    return inf if outcome.exit_code or outcome.step_seconds is None else outcome.step_seconds
+    return inf if end.exit_code or end.step_seconds is None else end.step_seconds
 
 
-def _given_by(outcome: SearchEnd, best_seconds: float) -> str:
+def _given_by(end: SearchEnd, best_seconds: float) -> str:
     """Return what plans of another kind than the best give, in words."""
-    seconds = _seconds(outcome)
+    seconds = _seconds(end)
     if seconds < inf:
-        how = "" if outcome.is_compiled else ", not compiled"
+        how = "" if end.is_compiled else ", not compiled"
         return f"{seconds / best_seconds:.2f} x slower ({format_seconds(seconds)}{how})"
-    assert outcome.answer is not None, "it is of one question"
-    return f"none fits: {outcome.answer.why.summary}"
+    assert end.answer is not None, "it is of one question"
+    return f"none fits: {end.answer.why.summary}"
 
 
 def _line(about: str, said: str) -> str:

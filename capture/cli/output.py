@@ -76,7 +76,7 @@ class SearchEnd:
         return self.answer is not None and self.answer.compiled
 
     def on(self, accountant: Accountant | None) -> SearchEnd:
-        """Return the outcome with the account of its step."""
+        """Return the end with the account of its step."""
         plan = None if self.answer is None else self.answer.plan
         if accountant is None or plan is None or not self.step_seconds:
             return self
@@ -89,7 +89,7 @@ class SearchEnd:
         return replace(self, report=replace(self.report, written=files))
 
     def saying(self, others: Sequence[str]) -> SearchEnd:
-        """Return the outcome whose report and plan also say what other kinds of plan give."""
+        """Return the end whose report and plan also say what other kinds of plan give."""
         if self.answer is None or not others:
             return self
         summary = f"{self.answer.why.summary.rstrip('.')}. {' '.join(others)}"
@@ -210,7 +210,7 @@ def told(
     beyond: Beyond,
     accountant: Accountant,
 ) -> SearchEnd:
-    """Return the outcome of an answer; its plan has its simulated step.
+    """Return the end of a search by its answer, whose plan has its simulated step.
 
     Args:
         options: Options that say where the plan goes, and what was asked.
@@ -277,7 +277,7 @@ def outcome_of(
     *took: str,
     **beside: object,
 ) -> SearchEnd:
-    """Return the outcome of an answer.
+    """Return the end of a search by its answer.
 
     Args:
         kind: Kind of its plan.

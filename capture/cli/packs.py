@@ -94,11 +94,10 @@ def rival(options: argparse.Namespace, seconds: float) -> SearchEnd:
     question, measured = _question(options)
     ways, tried = every_way(question), list[tuple[PacksQuestion, PacksAnswer]]()
     for way, estimate in ways:
-        fastest = min([seconds, *(step_seconds_of(each) for _, each in tried if each.fits)])
-        has_plan = any(each.fits for _, each in tried)
-        if step_seconds_of(estimate) >= fastest if estimate.fits else has_plan:
-            continue
-        tried.append((way, _answer(options, way, measured)))
+        found = [step_seconds_of(each) for _, each in tried if each.fits]
+        may_win = step_seconds_of(estimate) < min([seconds, *found]) if estimate.fits else not found
+        if may_win:
+            tried.append((way, _answer(options, way, measured)))
     if not tried:
         way, estimate = ways[0]
         tried = [(way, not_compiled(estimate, "by estimates it is slower"))]

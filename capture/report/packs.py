@@ -33,7 +33,10 @@ def rows(plan: PacksPlan) -> list[list[str]]:
 
 def page(plan: PacksPlan, lines: Sequence[str]) -> Page:
     """Return what is shown of a plan of packs; ``lines`` say what is predicted."""
-    footer = "Seconds are simulated from measurements of single layers."
+    compiled = None if plan.prediction is None else plan.prediction.compiled
+    is_timed = compiled is not None and compiled.step_seconds is not None
+    footer = "Seconds are simulated from measurements of single layers"
+    footer += ", those as compiled instructions from compiled packs." if is_timed else "."
     return Page(title(plan), HEADER, rows(plan), lines, footer, figures=lambda: _figures(plan))
 
 

@@ -18,7 +18,7 @@ from capture.measured.layer_passes import Pass
 from capture.plan.headroom import HOPELESS
 from capture.plan.packs import PacksPlan, PacksPrediction, StepTimes
 from capture.plan.task_graph import Configuration, Mode
-from capture.predictor.pack_step import by_the_paper, step_times
+from capture.predictor.pack_step import step_times
 from capture.step.pack_order import passes_by
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.question import PacksQuestion
@@ -29,7 +29,7 @@ from recommender.harmony.search import JUDGED, finds_packs, search
 Compile = Callable[[PacksPlan], PacksPlan]
 #: Each below a lower limit.
 _MOST_SEARCHES = 20
-#: Of what is judged, the best of so many pairs of sizes are judged as instructions.
+#: Of so many pairs of sizes, the best are judged as instructions.
 _JUDGED = 6
 #: Faster plans that are compiled after one that fits.
 _MOST_FASTER = 2
@@ -146,12 +146,10 @@ def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> Chosen:
 def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
     """Return the plan of a configuration, with its prediction."""
     problem, server = question.problem(mode), question.server
-    graph, order = problem.graph(configuration, None), tuple[int, ...]()
-    estimate = by_the_paper(graph, question.profile.as_streamed(question.swaps.stream), server)
-    if mode == "pp":
-        order = tuple(task.id for task, _ in passes_by(graph, estimate.begins))
+    graph, estimate = problem.graph(configuration, None), problem.estimate(configuration)
+    order = passes_by(graph, estimate.begins) if mode == "pp" else ()
     times = step_times(graph, question.profile, server)
-    prediction = PacksPrediction(problem.estimate(configuration).times, times)
+    prediction = PacksPrediction(estimate.times, times)
     return PacksPlan(
         server,
         question.profile.num_layers,
@@ -166,7 +164,7 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         cluster=question.cluster,
         swaps=question.swaps,
         remat=question.profile.made.get("remat"),
-        order=order,
+        order=tuple(task.id for task, _ in order),
     )
 
 

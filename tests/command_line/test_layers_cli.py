@@ -140,6 +140,8 @@ def test_packs_compete_where_nothing_else_fits(folder, capsys):
     assert code == 1 and "say --host-memory" in document["why"]["summary"]
     code, document = answer(capsys, *asked, "--memory", "8KB", "--host-memory", "9KB")
     assert code == 1 and "the host holds" in document["why"]["summary"]
+    code, document = answer(capsys, *asked, "--memory", "8KB", "--host-memory", "0")
+    assert code == 2 and "--host-memory 0 is no memory" in json.dumps(document)
 
 
 def test_passes_are_issued_in_the_order_of_the_plan(folder):
